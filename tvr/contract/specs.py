@@ -1,0 +1,215 @@
+"""Op specs: the static facts an op is bound for.
+
+A spec is frozen and hashable and holds nothing that changes from step to step. Head counts are
+those of this rank. A field with a default is *neutral* at that default: a backend that has never
+heard of the field may serve a spec in which it is neutral, and is passed over otherwise
+(`tvr.contract.why_not`), so an older plugin is never run with a field it does not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from typing import ClassVar
+
+from tvr.errors import ConfigError
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSpec:
+    """What every op's spec has.
+
+    Attributes:
+        op: name of the op; its bind hook is `tvr_bind_<op>`.
+        dtype: activation dtype, one of `DTYPES`.
+        batch_invariant: the result of a row must not depend, bit for bit, on its neighbours.
+    """
+
+    op: ClassVar[str]
+
+    dtype: str
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"{self.op}: dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if type(value) is int and value < 1:
+                raise ConfigError(f"{self.op}: {f.name} is {value}; it must be at least 1")
+        num_heads = getattr(self, "num_heads", None)
+        num_kv_heads = getattr(self, "num_kv_heads", None)
+        if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
+            raise ConfigError(
+                f"{self.op}: {num_heads} query heads cannot be shared out among {num_kv_heads} "
+                "KV heads; num_heads must be a multiple of num_kv_heads"
+            )
+        block_size = getattr(self, "block_size", 1)
+        if block_size & (block_size - 1):
+            raise ConfigError(f"{self.op}: block_size {block_size} is not a power of two")
+
+    def non_neutral(self) -> dict[str, object]:
+        """Return the fields that differ from their neutral value, by name."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.default is not MISSING and getattr(self, f.name) != f.default
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RmsNormSpec(OpSpec):
+    """`out = x / sqrt(mean(x^2) + eps) * weight` over rows of `hidden_size`."""
+
+    op: ClassVar[str] = "rms_norm"
+
+    hidden_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddRmsNormSpec(RmsNormSpec):
+    """`residual_out = x + residual`, rounded, then `rms_norm` of it."""
+
+    op: ClassVar[str] = "add_rms_norm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec(OpSpec):
+    """Rotate the halves of q and k by the angles of their positions.
+
+    `rotary_dim` (None: `head_dim`) is the number of leading channels rotated, the rest pass.
+    """
+
+    op: ClassVar[str] = "rope"
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvWriteSpec(OpSpec):
+    """Store new keys and values in their cache slots. `kv_dtype` None: same as `dtype`."""
+
+    op: ClassVar[str] = "kv_write"
+
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    kv_dtype: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeKvWriteSpec(RopeSpec):
+    """`rope`, then `kv_write` of the rotated k and of v."""
+
+    op: ClassVar[str] = "rope_kv_write"
+
+    block_size: int
+    kv_dtype: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec(OpSpec):
+    """What both attention ops have.
+
+    Attributes:
+        kv_dtype: dtype of the cache; None: same as `dtype`.
+        window: attend to this many last tokens, the query's own counted; None: all.
+        softcap: scores become `softcap * tanh(score / softcap)`; None: no cap.
+        causal: bottom-right aligned causal mask.
+        return_lse: `run` will be given an `lse` tensor to fill.
+        max_splits: upper bound on the splits of one sequence's keys; None: the backend decides.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    kv_dtype: str | None = None
+    window: int | None = None
+    softcap: float | None = None
+    causal: bool = True
+    return_lse: bool = False
+    max_splits: int | None = None
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionDecodeSpec(AttentionSpec):
+    """One new token a sequence; `max_q_len` above 1 is for speculative decoding."""
+
+    op: ClassVar[str] = "attention_decode"
+
+    max_q_len: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPrefillSpec(AttentionSpec):
+    """A chunk of new tokens a sequence; `max_q_len` None: as long as the step's bounds allow."""
+
+    op: ClassVar[str] = "attention_prefill"
+
+    max_q_len: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiluMulSpec(OpSpec):
+    """`out = silu(gate) * up`."""
+
+    op: ClassVar[str] = "silu_mul"
+
+    intermediate_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSpec(OpSpec):
+    """`out = x @ weight.T (+ bias)` for at most `max_rows` rows of x; None: any number."""
+
+    op: ClassVar[str] = "linear"
+
+    in_features: int
+    out_features: int
+    out_dtype: str | None = None
+    weight_format: str = "dense"
+    bias: bool = False
+    max_rows: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArgmaxSpec(OpSpec):
+    """Id of the largest logit of each row; `dtype` is that of the logits."""
+
+    op: ClassVar[str] = "argmax"
+
+    vocab_size: int
+
+
+SPECS: dict[str, type[OpSpec]] = {
+    cls.op: cls
+    for cls in (
+        RmsNormSpec,
+        AddRmsNormSpec,
+        RopeSpec,
+        KvWriteSpec,
+        RopeKvWriteSpec,
+        AttentionDecodeSpec,
+        AttentionPrefillSpec,
+        SiluMulSpec,
+        LinearSpec,
+        ArgmaxSpec,
+    )
+}
+OPS = tuple(SPECS)
+
+#: Ops made of other ops: served whole, or composed by core from these parts.
+COMPOSITES: dict[str, tuple[str, ...]] = {
+    "add_rms_norm": ("rms_norm",),
+    "rope_kv_write": ("rope", "kv_write"),
+}
