@@ -1,0 +1,63 @@
+"""The matrix product of a layer's weight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad
+
+from tvr.contract import BoundOp, LinearSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_TILE_ROWS = 16
+_TILE_FEATURES = 16
+
+
+def bind_linear(spec: LinearSpec) -> BoundOp:
+    if spec.batch_invariant:
+        return BoundOp(run=_run_tiled, pack=_pack_padded)
+    return BoundOp(run=_run)
+
+
+def _run(x: Tensor, packed: tuple[Tensor, Tensor | None], *, out: Tensor) -> Tensor:
+    """out = x @ weight.T (+ bias); x [T, in], weight [out, in], bias [out]."""
+    weight, bias = packed
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _pack_padded(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Pad both feature counts to multiples of 16 with zeros; most models need no padding.
+
+    BLAS libraries have special code for narrow matrices in which a row's result depends on where
+    in the tile it stands.
+    """
+    more_out, more_in = (-size % _TILE_FEATURES for size in weight.shape)
+    if more_out or more_in:
+        weight = pad(weight, (0, more_in, 0, more_out))
+        bias = None if bias is None else pad(bias, (0, more_out))
+    return weight.contiguous(), bias
+
+
+def _run_tiled(x: Tensor, packed: tuple[Tensor, Tensor | None], *, out: Tensor) -> Tensor:
+    """`_run` in products of one fixed shape, so that a row's bits do not depend on the others.
+
+    How a GEMM splits its sums depends on the number of rows. Every tile here has 16 rows, the
+    last one filled up with zeros.
+    """
+    weight = packed[0]
+    in_features, out_features = x.shape[1], out.shape[1]
+    tile = x.new_zeros(_TILE_ROWS, weight.shape[1])
+    product = x.new_empty(_TILE_ROWS, weight.shape[0])
+    for start in range(0, x.shape[0], _TILE_ROWS):
+        rows = x[start : start + _TILE_ROWS]
+        n = rows.shape[0]
+        tile[:n, :in_features] = rows
+        tile[n:] = 0
+        _run(tile, packed, out=product)
+        out[start : start + n] = product[:n, :out_features]
+    return out
