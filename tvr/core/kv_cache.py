@@ -1,0 +1,58 @@
+"""The paged pool of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tvr.core.config import ModelConfig
+from tvr.errors import CapacityError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVCache:
+    """Every layer's pool.
+
+    Attributes:
+        layers: (k_cache, v_cache) of each layer, both
+            [num_blocks, num_kv_heads, block_size, head_dim].
+    """
+
+    layers: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def allocate(
+        cls,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: str,
+        device: torch.device | str,
+    ) -> KVCache:
+        """Allocate zeroed pools of `num_blocks` blocks in every layer.
+
+        Raises:
+            CapacityError: the device has not that much memory.
+        """
+        shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
+
+        def pool() -> Tensor:
+            return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+
+        try:
+            return cls(layers=[(pool(), pool()) for _ in range(config.num_layers)])
+        # A CUDA OutOfMemoryError is a RuntimeError; on CPU the allocator raises a bare one.
+        except RuntimeError as e:
+            total = num_blocks * cls.bytes_per_block(config, block_size, dtype)
+            raise CapacityError(
+                f"a KV cache of {num_blocks} blocks of {block_size} tokens takes "
+                f"{total / 2**20:.0f} MiB, which {device} does not have; lower num_blocks or "
+                f"memory_fraction ({e})"
+            ) from e
+
+    @staticmethod
+    def bytes_per_block(config: ModelConfig, block_size: int, dtype: str) -> int:
+        """Return the bytes a block takes in all layers, K and V together."""
+        return config.kv_bytes_per_block(block_size, dtype)

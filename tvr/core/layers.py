@@ -1,0 +1,163 @@
+"""The parts of a decoder layer. Each binds its ops once and then only calls them.
+
+T tokens, H query heads, KVH KV heads, D head_dim, I intermediate_size. Every output is allocated
+by the caller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tvr.contract import (
+    AddRmsNormSpec,
+    AttentionDecodeSpec,
+    AttentionPrefillSpec,
+    LinearSpec,
+    RmsNormSpec,
+    RopeKvWriteSpec,
+    SiluMulSpec,
+)
+from tvr.core.config import ModelConfig
+from tvr.core.ops import OpTable
+from tvr.core.parameters import LinearWeights
+
+if TYPE_CHECKING:
+    from tvr.core.batch import ForwardBatch
+
+#: Up to this many rows a product goes to the op bound for small batches.
+SMALL_BATCH_ROWS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Binding:
+    """What every part needs to bind its ops."""
+
+    ops: OpTable
+    config: ModelConfig
+    dtype: str
+    block_size: int
+    batch_invariant: bool
+
+
+class Linear:
+    """`x @ weight.T (+ bias)`, by a small-batch op up to `SMALL_BATCH_ROWS` rows."""
+
+    def __init__(self, to: Binding, weights: LinearWeights) -> None:
+        self.out_features, in_features = weights.weight.shape
+        spec = LinearSpec(
+            dtype=to.dtype,
+            batch_invariant=to.batch_invariant,
+            in_features=in_features,
+            out_features=self.out_features,
+            bias=weights.bias is not None,
+        )
+        self._general = _PackedLinear(to.ops, spec, weights)
+        self._small = self._general
+        # Two ops round differently, so batch invariance allows only one.
+        if not to.batch_invariant:
+            self._small = _PackedLinear(to.ops, replace(spec, max_rows=SMALL_BATCH_ROWS), weights)
+
+    def __call__(self, x: Tensor, *, out: Tensor) -> Tensor:
+        """x [rows, in], out [rows, out]."""
+        op = self._small if x.shape[0] <= SMALL_BATCH_ROWS else self._general
+        return op(x, out)
+
+
+class _PackedLinear:
+    """One bound product with the weight in the form that its backend asked for."""
+
+    def __init__(self, ops: OpTable, spec: LinearSpec, weights: LinearWeights) -> None:
+        bound = ops.bind(spec)
+        self._run = bound.run
+        self._packed = (weights.weight, weights.bias)
+        if bound.pack is not None:
+            self._packed = bound.pack(weights.weight, weights.bias)
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        result: Tensor = self._run(x, self._packed, out=out)
+        return result
+
+
+class RMSNorm:
+    """`x / sqrt(mean(x^2) + eps) * weight`, alone or after adding to the residual."""
+
+    def __init__(self, to: Binding, weight: Tensor) -> None:
+        self._weight = weight
+        self._eps = to.config.rms_norm_eps
+        size, invariant = weight.shape[0], to.batch_invariant
+        norm = RmsNormSpec(dtype=to.dtype, batch_invariant=invariant, hidden_size=size)
+        add_norm = AddRmsNormSpec(dtype=to.dtype, batch_invariant=invariant, hidden_size=size)
+        self._norm = to.ops.bind(norm).run
+        self._add_norm = to.ops.bind(add_norm).run
+
+    def __call__(self, x: Tensor, *, out: Tensor) -> None:
+        """x, out [rows, hidden]."""
+        self._norm(x, self._weight, eps=self._eps, out=out)
+
+    def add(self, x: Tensor, residual: Tensor, *, out: Tensor) -> None:
+        """Add x to `residual` in place, then norm that; all [rows, hidden]."""
+        self._add_norm(x, residual, self._weight, eps=self._eps, out=out, residual_out=residual)
+
+
+class Attention:
+    """Rotate q and k, store k and v in the cache, attend to the cache."""
+
+    def __init__(self, to: Binding, cos_sin_cache: Tensor) -> None:
+        """cos_sin_cache: [max_position, D] fp32."""
+        config = to.config
+        self._cos_sin_cache = cos_sin_cache
+        self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
+        self._scale = config.head_dim**-0.5
+        shape: dict[str, Any] = {
+            "dtype": to.dtype,
+            "batch_invariant": to.batch_invariant,
+            "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "block_size": to.block_size,
+        }
+        self._rope_kv_write = to.ops.bind(RopeKvWriteSpec(**shape)).run
+        self._decode = to.ops.bind(AttentionDecodeSpec(**shape)).run
+        self._prefill = to.ops.bind(AttentionPrefillSpec(**shape)).run
+
+    def __call__(
+        self, qkv: Tensor, batch: ForwardBatch, kv: tuple[Tensor, Tensor], *, out: Tensor
+    ) -> None:
+        """qkv [T, (H + 2 * KVH) * D], rotated in place; kv: a layer's caches; out [T, H * D]."""
+        num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
+        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
+        # [T, H, D], and [T, KVH, D] twice
+        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        out = out.view(q.shape)
+        self._rope_kv_write(
+            q, k, v, batch.positions, self._cos_sin_cache, *kv, batch.slot_mapping, q_out=q, k_out=k
+        )
+        n = batch.num_decode_tokens  # decodes first, then prefill chunks
+        if batch.decode is not None:
+            self._decode(q[:n], *kv, batch.decode, scale=self._scale, out=out[:n])
+        if batch.prefill is not None:
+            self._prefill(q[n:], k[n:], v[n:], *kv, batch.prefill, scale=self._scale, out=out[n:])
+
+
+class MLP:
+    """`down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, to: Binding, gate_up: LinearWeights, down: LinearWeights) -> None:
+        self._gate_up = Linear(to, gate_up)
+        self._down = Linear(to, down)
+        spec = SiluMulSpec(
+            dtype=to.dtype,
+            batch_invariant=to.batch_invariant,
+            intermediate_size=to.config.intermediate_size,
+        )
+        self._silu_mul = to.ops.bind(spec).run
+
+    def __call__(self, x: Tensor, *, gate_up: Tensor, product: Tensor, out: Tensor) -> None:
+        """x, out [T, hidden]; scratch: gate_up [T, 2 * I], product [T, I]."""
+        self._gate_up(x, out=gate_up)
+        self._silu_mul(gate_up, out=product)
+        self._down(product, out=out)

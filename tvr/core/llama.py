@@ -1,0 +1,133 @@
+"""A Llama model, from token ids to logits. Every operation but three gathers is a plug-in's.
+
+One step computes T new tokens of any number of sequences, laid one after the other: first the
+decodes (one token each), then prefill chunks. What came before them is in the KV cache.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tvr.core.buffers import Buffers
+from tvr.core.config import ModelConfig
+from tvr.core.kv_cache import KVCache
+from tvr.core.layers import MLP, Attention, Binding, Linear, RMSNorm
+from tvr.core.ops import OpTable
+from tvr.core.rope import build_cos_sin_cache
+from tvr.core.parameters import LayerWeights, LinearWeights, Weights
+
+if TYPE_CHECKING:
+    from tvr.core.batch import ForwardBatch
+
+
+class LlamaForCausalLM:
+    """The model. It keeps no sequence state: that is in the batch and the KV cache."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        ops: OpTable,
+        *,
+        block_size: int,
+        batch_invariant: bool = False,
+        max_position: int,
+    ) -> None:
+        """Bind every op and pack the weights; `weights` itself need not be kept.
+
+        Args:
+            config: shape of the model.
+            weights: on the device, in the activation dtype.
+            ops: where ops are bound.
+            block_size: tokens in a KV block.
+            batch_invariant: bind only ops whose rows do not depend on their neighbours.
+            max_position: positions reach from 0 to max_position - 1.
+
+        Raises:
+            UnsupportedSpec: no backend serves an op as this model needs it.
+        """
+        self.config = config
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        to = Binding(
+            ops=ops,
+            config=config,
+            dtype=str(self.dtype).removeprefix("torch."),
+            block_size=block_size,
+            batch_invariant=batch_invariant,
+        )
+        attention = Attention(to, build_cos_sin_cache(config, max_position).to(self.device))
+        self._embedding = weights.embedding
+        self._layers = [DecoderLayer(to, layer, attention) for layer in weights.layers]
+        self._norm = RMSNorm(to, weights.norm)
+        self._lm_head = Linear(to, LinearWeights(weight=weights.lm_head, bias=None))
+        self._buffers = Buffers.allocate(config, 0, self.dtype, self.device)
+
+    @property
+    def logits_dtype(self) -> str:
+        """Name of the dtype that logits come in."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
+        """Return the final, normed hidden states [R, hidden] of `batch.logit_rows`.
+
+        Mutates: the slots of `kv_cache` that `batch.slot_mapping` names.
+        """
+        buffers = self._buffers_for(batch.input_ids.shape[0])
+        # The residual stream, and what the next norm will add to it: [T, hidden] each.
+        residual, delta = buffers.residual, buffers.delta
+        torch.index_select(self._embedding, 0, batch.input_ids, out=residual)
+        for idx, layer in enumerate(self._layers):
+            layer(batch, kv_cache.layers[idx], buffers, is_first=idx == 0)
+
+        # Only these rows go on, so only they are normed.
+        residual, delta = residual[batch.logit_rows], delta[batch.logit_rows]  # [R, hidden]
+        out = torch.empty_like(residual)
+        self._norm.add(delta, residual, out=out)
+        return out
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [R, vocab], in the activation dtype, of states [R, hidden]."""
+        return self._lm_head(hidden, out=hidden.new_empty(len(hidden), self.config.vocab_size))
+
+    def _buffers_for(self, num_tokens: int) -> Buffers:
+        if num_tokens > self._buffers.num_tokens:
+            self._buffers = Buffers.allocate(self.config, num_tokens, self.dtype, self.device)
+        return self._buffers.first(num_tokens)
+
+
+class DecoderLayer:
+    """Attention, then MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, to: Binding, weights: LayerWeights, attention: Attention) -> None:
+        self._input_norm = RMSNorm(to, weights.input_norm)
+        self._qkv = Linear(to, weights.qkv)
+        self._attention = attention
+        self._o = Linear(to, weights.o)
+        self._post_attention_norm = RMSNorm(to, weights.post_attention_norm)
+        self._mlp = MLP(to, weights.gate_up, weights.down)
+
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        kv: tuple[Tensor, Tensor],
+        buffers: Buffers,
+        *,
+        is_first: bool,
+    ) -> None:
+        """Advance `buffers.residual` and `buffers.delta`, whose sum is the stream, by one layer."""
+        b = buffers
+        if is_first:
+            self._input_norm(b.residual, out=b.normed)
+        else:
+            self._input_norm.add(b.delta, b.residual, out=b.normed)
+        self._qkv(b.normed, out=b.qkv)
+        self._attention(b.qkv, batch, kv, out=b.attended)
+        self._o(b.attended, out=b.delta)
+        self._post_attention_norm.add(b.delta, b.residual, out=b.normed)
+        self._mlp(b.normed, gate_up=b.gate_up, product=b.product, out=b.delta)
