@@ -1,0 +1,28 @@
+"""What a wheel of the project holds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_wheel_ships_package_data_and_nothing_else(tmp_path):
+    """A missing data file would show only on users' machines: editable installs have them all."""
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path), "."]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("tvr-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"tvr/py.typed", "tvr/plugins.toml", "tvr/__init__.py"} <= set(names)
+    tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
+    assert tops == {"tvr"}
+    entry_points = next(n for n in names if n.endswith("entry_points.txt"))
+    text = zipfile.ZipFile(wheel).read(entry_points).decode()
+    assert "[tvr.backends.v1]" in text
+    assert "tvr = tvr.cli:main" in text

@@ -1,0 +1,72 @@
+"""The typer app: which commands there are, and how a failure leaves the process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from tvr.cli.backends import backends
+from tvr.cli.run import run
+from tvr.errors import TvrError
+
+EXIT_ERROR = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+app = typer.Typer(
+    name="tvr",
+    help="Run Llama-family models through plug-in kernels.",
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command()(run)
+app.command()(backends)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from tvr import __version__
+
+        typer.echo(f"tvr {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Run Llama-family models through plug-in kernels."""
+
+
+def run_app(app: typer.Typer, arguments: list[str]) -> int:
+    """Run the app on `arguments` and return the exit code."""
+    try:
+        code = app(arguments, prog_name="tvr", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away; nothing is left to say, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
+    except typer.TyperException as error:
+        return _fail(error.format_message() if hasattr(error, "format_message") else str(error))
+    except (TvrError, OSError) as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+            return EXIT_ERROR
+        return _fail(str(error))
+
+
+def _fail(message: str) -> int:
+    one_line = " ".join(message.split())
+    print(f"tvr: error: {one_line}", file=sys.stderr)
+    return EXIT_ERROR

@@ -1,0 +1,42 @@
+"""What `tvr run --stats` prints, on stderr."""
+
+from __future__ import annotations
+
+import sys
+
+from tvr.core.engine import LLM
+from tvr.core.outputs import RequestOutput
+
+
+def print_stats(llm: LLM, output: RequestOutput, most_blocks: int) -> None:
+    """Print times, speed, KV use and which backend served each op.
+
+    Args:
+        llm: the engine.
+        output: a finished output with one answer.
+        most_blocks: KV blocks in use at the fullest moment.
+    """
+    metrics = output.metrics
+    count = len(output.outputs[0].token_ids)
+    lines = [
+        ("model", f"{llm.parts.dtype} on {llm.parts.device}, {llm.limits}"),
+        ("load", f"{llm.parts.load_seconds:.2f} s"),
+        (
+            "prompt",
+            f"{len(output.prompt_token_ids)} tokens, {output.num_cached_tokens} from the cache",
+        ),
+        ("finish", f"{output.outputs[0].finish_reason} after {count} tokens"),
+    ]
+    if metrics.first_token_time is not None and metrics.finished_time is not None:
+        ttft = metrics.first_token_time - metrics.arrival_time
+        decode = metrics.finished_time - metrics.first_token_time
+        lines.append(("TTFT", f"{ttft * 1e3:.1f} ms"))
+        if count > 1:
+            lines.append(("decode", f"{(count - 1) / decode:.1f} tokens/s"))
+    share = 100 * most_blocks / llm.limits.num_blocks
+    lines.append(("KV used", f"{most_blocks} of {llm.limits.num_blocks} blocks ({share:.1f}%)"))
+    served = llm.parts.ops.served()
+    lines += [(f"op {op}", ", ".join(names)) for op, names in sorted(served.items())]
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        print(f"{name:<{width}}  {value}", file=sys.stderr)

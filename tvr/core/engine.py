@@ -1,0 +1,393 @@
+"""LLM: the engine. One object, one thread that steps it, outputs that grow from step to step."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from os import PathLike
+from typing import Any
+
+from tvr.core.batch import pack_step
+from tvr.core.engine_config import EngineConfig
+from tvr.core.loader import EngineParts, load_engine
+from tvr.core.outputs import RequestOutput
+from tvr.core.prompt import Prompt, prompt_token_ids
+from tvr.core.request import Completion, Request
+from tvr.core.runner import ModelRunner, Pending, RowState
+from tvr.core.sampler import child_seed
+from tvr.core.sampling_params import SamplingParams
+from tvr.core.scheduler import Result, ScheduleOutput, Scheduler, SequenceUpdate
+from tvr.errors import ConfigError, RequestError
+
+
+class LLM:
+    """Serves one model: `generate` and `stream` for scripts, `add_request` / `step` for servers.
+
+    The scheduler runs up to `max_lag` steps ahead of the device, so text is made while the next
+    step computes. Only the thread that calls `step` (or `generate`, `stream`, `chat`) touches the
+    device; `add_request` and `abort` may be called from any thread.
+
+    Example:
+        >>> llm = LLM("path/to/checkpoint")                                   # doctest: +SKIP
+        >>> llm.generate("Once upon a time", SamplingParams(max_tokens=20))   # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        *,
+        backend: str = "auto",
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory_fraction: float = 0.9,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
+        batch_invariant: bool = False,
+        load_format: str = "auto",
+        seed: int = 0,
+        plugins: str | PathLike[str] | Iterable[object] | None = None,
+        strict: bool = False,
+        max_lag: int = 1,
+    ) -> None:
+        """Load `model` and get ready to serve it.
+
+        Args:
+            model: directory of a Hugging Face checkpoint.
+            plugins: path of a plugins.toml, or plugin objects that rank before the configured
+                ones; None: `./plugins.toml` if there is one, else the packaged default.
+
+        All other arguments are those of `EngineConfig`.
+
+        Raises:
+            ConfigError, CheckpointError, CapacityError, BackendUnavailable, UnsupportedSpec.
+        """
+        self.config = EngineConfig(
+            backend=backend,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            memory_fraction=memory_fraction,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            batch_invariant=batch_invariant,
+            load_format=load_format,
+            seed=seed,
+            strict=strict,
+            max_lag=max_lag,
+        )
+        self.parts: EngineParts = load_engine(model, self.config, plugins)
+        self.tokenizer = self.parts.tokenizer
+        self.limits = self.parts.limits
+        self._scheduler = Scheduler(
+            num_blocks=self.limits.num_blocks,
+            block_size=block_size,
+            max_num_seqs=self.limits.max_num_seqs,
+            max_num_batched_tokens=self.limits.max_num_batched_tokens,
+            max_model_len=self.limits.max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+            max_lag=max_lag,
+        )
+        self._runner: ModelRunner = self.parts.runner
+        self._next_index = [0] * self.limits.max_num_seqs
+        self._in_flight: deque[tuple[ScheduleOutput, Pending | Exception]] = deque()
+        self._random = random.Random(seed)
+        self._ids = itertools.count()
+        self._lock = threading.Lock()  # guards what add_request and abort share with step
+        self._inbox: deque[Request | str] = deque()  # new requests, and ids to abort
+        self._requests: dict[str, Request] = {}
+        self._completions: dict[str, tuple[Request, Completion]] = {}
+        self._undelivered: dict[str, RequestOutput] = {}
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> None:
+        """Queue a request; `step` will return its outputs.
+
+        Args:
+            request_id: unique among the unfinished requests.
+            prompt: text, token ids, or a dict with "prompt" or "prompt_token_ids".
+            sampling_params: None: the defaults.
+
+        Raises:
+            RequestError: the request can never be served as asked; the engine is untouched.
+        """
+        self._enqueue(request_id, prompt, sampling_params)
+
+    def _enqueue(
+        self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None
+    ) -> Request:
+        params = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(request_id, str) or not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"add_request takes a string id and SamplingParams, got "
+                f"{type(request_id).__name__} and {type(params).__name__}"
+            )
+        vocab_size = self.parts.model_config.vocab_size
+        text, token_ids = prompt_token_ids(prompt, self.tokenizer, vocab_size)
+        params.check_vocab(vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and the checkpoint has none")
+        max_new = self.limits.max_model_len - len(token_ids)
+        max_tokens = max_new if params.max_tokens is None else min(params.max_tokens, max_new)
+        if max_tokens < 1:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; max_model_len is "
+                f"{self.limits.max_model_len} and must leave room for one new token"
+            )
+        with self._lock:
+            seed = self._random.getrandbits(63) if params.seed is None else params.seed
+            request = Request(
+                request_id,
+                text,
+                token_ids,
+                params,
+                seeds=[child_seed(seed, i) for i in range(params.n)],
+                max_tokens=max_tokens,
+                tokenizer=self.tokenizer,
+            )
+            sequence_ids = [c.sequence.request_id for c in request.completions]
+            taken = [i for i in (request_id, *sequence_ids) if self._is_live(i)]
+            if taken:
+                raise RequestError(
+                    f"request id {taken[0]!r} is in use by an unfinished request; "
+                    "wait for it to finish or choose another id"
+                )
+            self._scheduler.check(request.completions[0].sequence)
+            self._requests[request_id] = request
+            for completion in request.completions:
+                self._completions[completion.sequence.request_id] = (request, completion)
+            self._inbox.append(request)
+        return request
+
+    def _is_live(self, request_id: str) -> bool:
+        return request_id in self._requests or request_id in self._completions
+
+    def abort(self, request_id: str) -> None:
+        """End a request at the next step; unknown and finished ids are ignored."""
+        with self._lock:
+            self._inbox.append(request_id)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` still has something to do or to deliver."""
+        return bool(self._requests or self._undelivered or self._in_flight)
+
+    def step(self) -> list[RequestOutput]:
+        """Advance by one device step and return the outputs that grew or ended.
+
+        An output is one object for the life of its request; copy what you want to keep of its
+        present state. May return nothing while a long prompt is read.
+        """
+        grown = {**self._undelivered, **self._advance()}
+        self._undelivered.clear()
+        return list(grown.values())
+
+    def _advance(self) -> dict[str, RequestOutput]:
+        """Fill the pipeline, wait for its oldest step, and return the outputs it changed."""
+        grown = self._drain_inbox()
+        while len(self._in_flight) <= self.config.max_lag:
+            output = self._scheduler.schedule()
+            if output is None:
+                break
+            self._in_flight.append((output, self._launch(output)))
+        if self._in_flight:
+            grown.update(self._collect())
+        return grown
+
+    def _drain_inbox(self) -> dict[str, RequestOutput]:
+        """Bring new requests and aborts to the scheduler; return outputs that ended."""
+        ended: dict[str, RequestOutput] = {}
+        with self._lock:
+            while self._inbox:
+                item = self._inbox.popleft()
+                if isinstance(item, Request):
+                    for completion in item.completions:
+                        self._scheduler.add(completion.sequence)
+                elif (request := self._requests.get(item)) is not None:
+                    for completion in request.completions:
+                        self._scheduler.abort(completion.sequence.request_id)
+                    request.abort()
+                    self._forget(request)
+                    ended[request.request_id] = request.output
+        return ended
+
+    def _launch(self, output: ScheduleOutput) -> Pending | Exception:
+        """Send a scheduled step to the device; an exception is the step's result, not ours."""
+        resets = []
+        for row, sequence_id in output.row_resets:
+            request, completion = self._completions[sequence_id]
+            sequence = completion.sequence
+            resets.append(
+                RowState(
+                    row=row,
+                    params=request.params,
+                    seed=completion.seed,
+                    prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens],
+                    output_token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
+                )
+            )
+        packed = pack_step(output, self._scheduler.sequences, self._next_index)
+        try:
+            return self._runner.submit(packed, resets)
+        except Exception as error:
+            return error
+
+    def _collect(self) -> dict[str, RequestOutput]:
+        """Wait for the oldest step in flight and apply its results."""
+        output, pending = self._in_flight.popleft()
+        try:
+            if isinstance(pending, Exception):
+                raise pending
+            tokens = pending()
+        except Exception as error:
+            message = f"step {output.step_id} failed: {type(error).__name__}: {error}"
+            updates = self._scheduler.fail_step(output.step_id, message)
+        else:
+            sampling = (e for e in output.entries if e.samples)
+            results = [
+                Result(e.request_id, e.epoch, token)
+                if token >= 0
+                else Result(e.request_id, e.epoch, None, "the logits hold NaN or allow no token")
+                for e, token in zip(sampling, tokens, strict=True)
+            ]
+            updates = self._scheduler.update(output.step_id, results)
+        return self._apply(updates)
+
+    def _apply(self, updates: list[SequenceUpdate]) -> dict[str, RequestOutput]:
+        grown: dict[str, RequestOutput] = {}
+        for update in updates:
+            found = self._completions.get(update.sequence.request_id)
+            if found is None:
+                continue  # its request was aborted while the step was in flight
+            request, completion = found
+            if request.apply(completion, update) == "stop":
+                self._scheduler.finish(update.sequence.request_id, "stop")
+            grown[request.request_id] = request.output
+            if request.output.finished:
+                with self._lock:
+                    self._forget(request)
+        return grown
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        for completion in request.completions:
+            del self._completions[completion.sequence.request_id]
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Return one finished output for each prompt, in order.
+
+        Args:
+            prompts: one prompt or a list of them. A list of ints is one prompt of token ids.
+            sampling_params: one for all, or one for each prompt.
+
+        Raises:
+            RequestError: some prompt can never be served; nothing is started then.
+        """
+        many = isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
+        batch: list[Any] = list(prompts) if many else [prompts]  # type: ignore[arg-type]
+        params = sampling_params if isinstance(sampling_params, list) else [sampling_params]
+        if not isinstance(sampling_params, list):
+            params = params * len(batch)
+        if len(params) != len(batch):
+            raise RequestError(
+                f"{len(batch)} prompts came with {len(params)} sampling_params; "
+                "give one for all or one for each"
+            )
+        requests: list[Request] = []
+        try:
+            for prompt, p in zip(batch, params, strict=True):
+                requests.append(self._enqueue(self._new_id(), prompt, p))
+            while not all(r.output.finished for r in requests):
+                self._advance_for(requests)
+        finally:
+            self._abort_unfinished(requests)
+        return [r.output for r in requests]
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yield the output of one prompt each time it has grown; the last one is finished.
+
+        Closing the iterator aborts the request. Several streams may be consumed in turn.
+        """
+        request = self._enqueue(self._new_id(), prompt, sampling_params)
+        return self._follow(request)
+
+    def _follow(self, request: Request) -> Iterator[RequestOutput]:
+        seen = -1
+        try:
+            while True:
+                output = request.output
+                progress = sum(len(o.token_ids) for o in output.outputs) + output.finished
+                if progress > max(seen, 0):
+                    seen = progress
+                    yield output
+                if output.finished:
+                    return
+                self._advance_for([request])
+        finally:
+            self._abort_unfinished([request])
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        **template_kwargs: Any,  # noqa: ANN401
+    ) -> RequestOutput:
+        """Return the finished answer to a conversation, laid out by the model's chat template."""
+        return self.generate(self.chat_prompt(messages, **template_kwargs), sampling_params)[0]
+
+    def chat_prompt(
+        self,
+        messages: list[dict[str, Any]],
+        **template_kwargs: Any,  # noqa: ANN401
+    ) -> list[int]:
+        """Return the token ids of a conversation, ending where the answer begins."""
+        if self.tokenizer is None:
+            raise ConfigError("chat needs a tokenizer, and the checkpoint has none")
+        return self.tokenizer.apply_chat_template(messages, **template_kwargs)
+
+    def _new_id(self) -> str:
+        return f"tvr-{next(self._ids)}"
+
+    def _advance_for(self, requests: list[Request]) -> None:
+        """Advance; keep what others' requests got for the next `step`."""
+        mine = {r.request_id for r in requests}
+        for request_id, output in self._advance().items():
+            if request_id not in mine:
+                self._undelivered[request_id] = output
+
+    def _abort_unfinished(self, requests: list[Request]) -> None:
+        for request in requests:
+            if not request.output.finished:
+                self.abort(request.request_id)
+        if self._inbox:
+            self._drain_inbox()
+
+    def stats(self) -> Mapping[str, int]:
+        """Return counts of the moment: running, waiting, KV blocks in use and in all."""
+        blocks = self._scheduler.block_manager
+        return {
+            "num_running": self._scheduler.num_running,
+            "num_waiting": self._scheduler.num_waiting,
+            "num_blocks": self.limits.num_blocks,
+            "num_used_blocks": blocks.num_used,
+        }
+
+    def close(self) -> None:
+        """End the device worker; unfinished requests are dropped."""
+        self._runner.close()

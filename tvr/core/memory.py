@@ -1,0 +1,143 @@
+"""How many KV blocks an engine gets."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from tvr.core.config import ModelConfig
+from tvr.core.engine_config import EngineConfig
+from tvr.errors import CapacityError, ConfigError
+
+GIB = 1 << 30
+# CPU memory is shared with everything else on the machine, so the pool is modest: room for a few
+# full contexts, never more than this.
+CPU_POOL_BYTES = 1 * GIB
+CPU_POOL_SEQUENCES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The engine's sizes, all resolved.
+
+    Attributes:
+        max_model_len: tokens of the longest sequence.
+        block_size, num_blocks: the KV pool.
+        block_bytes: bytes of one block over all layers, K and V.
+        max_num_seqs, max_num_batched_tokens: the largest step.
+    """
+
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    block_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    def __str__(self) -> str:
+        tokens = self.num_blocks * self.block_size
+        size = self.num_blocks * self.block_bytes / GIB
+        return (
+            f"KV pool {size:.2f} GiB: {self.num_blocks} blocks of {self.block_size} = {tokens} "
+            f"tokens; context {self.max_model_len}, at most {self.max_num_seqs} sequences and "
+            f"{self.max_num_batched_tokens} tokens a step"
+        )
+
+
+def step_limits(config: EngineConfig, device_type: str) -> tuple[int, int]:
+    """Return (max_num_seqs, max_num_batched_tokens), defaults filled in.
+
+    Raises:
+        ConfigError: a step would be too small for one token of each sequence.
+    """
+    tokens = config.max_num_batched_tokens or (8192 if device_type == "cuda" else 2048)
+    seqs = config.max_num_seqs or min(tokens, 256 if device_type == "cuda" else 32)
+    if seqs > tokens:
+        raise ConfigError(
+            f"max_num_seqs is {seqs} and max_num_batched_tokens {tokens}; a step must hold one "
+            "token of each sequence, so raise the latter or lower the former"
+        )
+    return seqs, tokens
+
+
+def context_limit(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the asked-for context, or the model's own.
+
+    Raises:
+        ConfigError: more is asked for than the model has positions for.
+    """
+    asked = config.max_model_len
+    if asked is not None and asked > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {asked}; the model has {model.max_position_embeddings} positions "
+            "(max_position_embeddings in config.json)"
+        )
+    return asked or model.max_position_embeddings
+
+
+def available_cpu_bytes() -> int:
+    """Return the bytes of memory the system has free, or 8 GiB where it does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return 8 * GIB
+
+
+def size_pool(
+    config: EngineConfig, model: ModelConfig, *, dtype: str, pool_bytes: int, seqs: int
+) -> tuple[int, int]:
+    """Return (num_blocks, max_model_len) for a pool of at most `pool_bytes`.
+
+    Args:
+        config: `num_blocks` and `max_model_len`, where given, are kept or refused, not changed.
+        model: its block size in bytes and context.
+        dtype: of the cache.
+        pool_bytes: memory there is for the pool.
+        seqs: full contexts worth having; more blocks than that are not taken.
+
+    Raises:
+        CapacityError: what was asked for does not fit.
+    """
+    context = context_limit(config, model)
+    block_bytes = model.kv_block_bytes(config.block_size, dtype)
+    needed = -(-context // config.block_size)
+    if config.num_blocks is not None:
+        fits, where = config.num_blocks, f"num_blocks is {config.num_blocks}"
+    else:
+        fits = min(pool_bytes // block_bytes, seqs * needed)
+        where = f"{max(pool_bytes, 0) / GIB:.2f} GiB are left for the KV pool"
+    if fits < needed and config.max_model_len is None:
+        context = fits * config.block_size
+        needed = fits
+    if fits < needed or fits < 1:
+        raise CapacityError(
+            f"a context of {context} tokens needs {needed} KV blocks of {block_bytes} bytes "
+            f"({needed * block_bytes / GIB:.2f} GiB); {where}; lower max_model_len or free memory"
+        )
+    return fits, context
+
+
+def cpu_pool_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
+    """Return the bytes a CPU pool may take: modest, but one asked-for context at least."""
+    free = int(available_cpu_bytes() * config.memory_fraction)
+    pool = CPU_POOL_BYTES
+    if config.max_model_len is not None:
+        blocks = -(-config.max_model_len // config.block_size)
+        pool = max(pool, blocks * model.kv_block_bytes(config.block_size, dtype))
+    return min(pool, free)
+
+
+def cuda_pool_bytes(config: EngineConfig, device: torch.device, peak_bytes: int) -> int:
+    """Return the bytes left for the KV pool on a CUDA device.
+
+    Args:
+        config: `memory_fraction` of the device's memory is the engine's.
+        device: the device.
+        peak_bytes: most bytes torch held while the largest steps ran without a pool.
+    """
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)  # other processes, CUDA itself
+    return int(total * config.memory_fraction) - others - peak_bytes

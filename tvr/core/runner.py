@@ -1,0 +1,121 @@
+"""The device side of a step: prepare, plan, forward, sample.
+
+On CUDA a step is launched from the engine thread and its tokens come back through pinned memory;
+on CPU a worker thread runs it. Either way `submit` returns at once and steps run in order, so the
+scheduler can prepare the next step meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tvr.contract import ArgmaxSpec
+from tvr.core.batch import DeviceTables, PackedStep
+from tvr.core.kv_cache import KVCache
+from tvr.core.llama import LlamaForCausalLM
+from tvr.core.ops import OpTable
+from tvr.core.sampler import SamplerState, sample
+from tvr.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowState:
+    """What a device row needs when a request takes it, first or again after preemption."""
+
+    row: int
+    params: SamplingParams
+    seed: int
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+
+
+#: Waits for a step and returns its sampled tokens, one for each sampling entry; -1: no valid logit.
+Pending = Callable[[], list[int]]
+
+
+class ModelRunner:
+    """Runs packed steps on one device, in the order they are submitted."""
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        ops: OpTable,
+        kv_cache: KVCache,
+        tables: DeviceTables,
+        sampler: SamplerState,
+    ) -> None:
+        self._model = model
+        self._ops = ops
+        self._kv_cache = kv_cache
+        self._tables = tables
+        self._sampler = sampler
+        self._device = tables.device
+        num_rows = tables.last_token.shape[0]
+        self._prompt_lens = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+        self._argmax = ops.bind(
+            ArgmaxSpec(dtype=model.logits_dtype, vocab_size=model.config.vocab_size)
+        ).run
+        self._worker: ThreadPoolExecutor | None = None
+        if self._device.type == "cpu":
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="tvr-cpu-device")
+
+    def submit(self, packed: PackedStep, resets: Sequence[RowState]) -> Pending:
+        """Start a step and return a callable that waits for its tokens.
+
+        Args:
+            packed: the step.
+            resets: rows that change hands in it.
+
+        Raises:
+            Exception: whatever the step raised, from this call or from the returned one.
+        """
+        if self._worker is not None:
+            future = self._worker.submit(self._run, packed, resets)
+            return lambda: future.result().tolist()
+        tokens = self._run(packed, resets)
+        on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        on_host.copy_(tokens, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+        def wait() -> list[int]:
+            done.synchronize()
+            return on_host.tolist()
+
+        return wait
+
+    @torch.inference_mode()
+    def _run(self, packed: PackedStep, resets: Sequence[RowState]) -> Tensor:
+        """Compute one step; return its sampled tokens [R] int64."""
+        for state in resets:
+            self._prompt_lens[state.row] = len(state.prompt_token_ids)
+            self._sampler.reset(
+                state.row,
+                state.params,
+                state.seed,
+                state.prompt_token_ids,
+                state.output_token_ids,
+            )
+        batch, rows = self._tables.prepare_step(packed)
+        self._ops.plan(batch)
+        hidden = self._model.forward(batch, self._kv_cache)  # [R, hidden]
+        if packed.num_samples == 0:
+            return rows
+        logits = self._model.compute_logits(hidden)  # [R, vocab]
+        # The token after position p is output number p + 1 - prompt length.
+        output_positions = batch.positions[batch.logit_rows] + 1 - self._prompt_lens[rows]
+        tokens = sample(logits, self._sampler, rows, output_positions, self._argmax)
+        # A row without a valid logit gives -1, whose request will end; until then its next
+        # step may already be in flight and must not index the embedding with it.
+        self._tables.last_token[rows] = tokens.clamp(min=0)
+        return tokens
+
+    def close(self) -> None:
+        """Wait for the steps in flight and end the worker thread."""
+        if self._worker is not None:
+            self._worker.shutdown()
