@@ -86,7 +86,7 @@ def available_cpu_bytes() -> int:
 
 
 def size_pool(
-    config: EngineConfig, model: ModelConfig, *, dtype: str, pool_bytes: int, seqs: int
+    config: EngineConfig, model: ModelConfig, *, dtype: str, pool_bytes: int, contexts: int
 ) -> tuple[int, int]:
     """Return (num_blocks, max_model_len) for a pool of at most `pool_bytes`.
 
@@ -95,18 +95,18 @@ def size_pool(
         model: its block size in bytes and context.
         dtype: of the cache.
         pool_bytes: memory there is for the pool.
-        seqs: full contexts worth having; more blocks than that are not taken.
+        contexts: full contexts worth having; more blocks than that are not taken.
 
     Raises:
         CapacityError: what was asked for does not fit.
     """
     context = context_limit(config, model)
-    block_bytes = model.kv_block_bytes(config.block_size, dtype)
+    block_bytes = model.kv_bytes_per_block(config.block_size, dtype)
     needed = -(-context // config.block_size)
     if config.num_blocks is not None:
         fits, where = config.num_blocks, f"num_blocks is {config.num_blocks}"
     else:
-        fits = min(pool_bytes // block_bytes, seqs * needed)
+        fits = min(pool_bytes // block_bytes, contexts * needed)
         where = f"{max(pool_bytes, 0) / GIB:.2f} GiB are left for the KV pool"
     if fits < needed and config.max_model_len is None:
         context = fits * config.block_size
@@ -125,7 +125,7 @@ def cpu_pool_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
     pool = CPU_POOL_BYTES
     if config.max_model_len is not None:
         blocks = -(-config.max_model_len // config.block_size)
-        pool = max(pool, blocks * model.kv_block_bytes(config.block_size, dtype))
+        pool = max(pool, blocks * model.kv_bytes_per_block(config.block_size, dtype))
     return min(pool, free)
 
 

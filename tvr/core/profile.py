@@ -63,9 +63,9 @@ def profile_peak_bytes(
     steps = [prefill_step(lengths, block_size) for lengths in (longest, many)]
     num_blocks = max(sum(-(-n // block_size) for n in s.q_lens) for s in steps)
     kv_cache = KVCache.allocate(
-        model.config, num_blocks, block_size, dtype=model.dtype, device=device
+        model.config, num_blocks, block_size, dtype=model.logits_dtype, device=device
     )
-    pool_bytes = num_blocks * model.config.kv_block_bytes(block_size, model.dtype)
+    pool_bytes = num_blocks * model.config.kv_bytes_per_block(block_size, model.logits_dtype)
     tables = DeviceTables(
         num_rows=bounds.max_num_seqs,
         max_model_len=bounds.max_seq_len,

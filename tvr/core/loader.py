@@ -1,0 +1,184 @@
+"""From a checkpoint directory and an `EngineConfig` to the parts of a running engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+from tvr.contract import Bounds, DeviceFacts
+from tvr.core.batch import DeviceTables
+from tvr.core.config import ModelConfig
+from tvr.core.engine_config import EngineConfig
+from tvr.core.kv_cache import KVCache
+from tvr.core.llama import LlamaForCausalLM
+from tvr.core.memory import (
+    CPU_POOL_SEQUENCES,
+    Limits,
+    cpu_pool_bytes,
+    cuda_pool_bytes,
+    size_pool,
+    step_limits,
+)
+from tvr.core.ops import OpTable
+from tvr.core.plugin_config import PluginConfig
+from tvr.core.plugins import BackendManager
+from tvr.core.profile import profile_peak_bytes
+from tvr.core.runner import ModelRunner
+from tvr.core.sampler import SamplerState
+from tvr.core.tokenizer import Tokenizer
+from tvr.core.weights import dummy_weights, load_weights
+from tvr.errors import BackendUnavailable, ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineParts:
+    """What `load_engine` built. `load_seconds` is how long it took."""
+
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+    ops: OpTable
+    runner: ModelRunner
+    limits: Limits
+    device: DeviceFacts
+    dtype: str
+    load_seconds: float
+
+
+def device_facts(device: str) -> DeviceFacts:
+    """Return the facts of "auto", "cpu", "cuda" or "cuda:N".
+
+    Raises:
+        ConfigError: not a device name, or no such device.
+        BackendUnavailable: a CUDA device is asked for and torch sees none.
+    """
+    cuda = torch.cuda.is_available()
+    if device == "auto":
+        device = "cuda" if cuda else "cpu"
+    if device == "cpu":
+        return DeviceFacts(type="cpu", name="CPU")
+    kind, colon, number = device.partition(":")
+    if kind != "cuda" or bool(colon) != number.isdecimal():
+        raise ConfigError(f"device {device!r} is not known; use auto, cpu, cuda or cuda:N")
+    if not cuda:
+        raise BackendUnavailable(
+            f"device {device!r} was asked for, and torch {torch.__version__} sees no CUDA device; "
+            "use --device cpu"
+        )
+    index = int(number) if number else torch.cuda.current_device()
+    if index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {device!r} was asked for; this machine has {torch.cuda.device_count()} "
+            "CUDA device(s), numbered from 0"
+        )
+    major, minor = torch.cuda.get_device_capability(index)
+    name = torch.cuda.get_device_name(index)
+    return DeviceFacts(type="cuda", index=index, sm=major * 10 + minor, name=name)
+
+
+def bind_table(
+    config: EngineConfig,
+    device: DeviceFacts,
+    plugins: str | PathLike[str] | Iterable[object] | None,
+) -> OpTable:
+    """Return the op table for `plugins` (see `LLM`), with `config.backend` first."""
+    if plugins is None or isinstance(plugins, (str, PathLike)):
+        manager = BackendManager(PluginConfig.load(plugins), device=device)
+    else:
+        manager = BackendManager(PluginConfig.load(None), plugins=plugins, device=device)
+    backend = None if config.backend == "auto" else config.backend
+    return OpTable(manager, device, strict=config.strict, backend=backend)
+
+
+def load_engine(
+    model: str | PathLike[str],
+    config: EngineConfig,
+    plugins: str | PathLike[str] | Iterable[object] | None = None,
+) -> EngineParts:
+    """Load a checkpoint and size the engine. Cheap checks come before memory is taken.
+
+    Raises:
+        ConfigError, CheckpointError, CapacityError, BackendUnavailable, UnsupportedSpec.
+    """
+    began = time.perf_counter()
+    path = Path(model)
+    model_config = ModelConfig.from_dir(path)
+    device = device_facts(config.device)
+    dtype = config.dtype
+    if dtype == "auto":
+        # Half precision on a CPU is slower and less exact, so it is taken only when asked for.
+        dtype = "float32" if device.type == "cpu" else model_config.dtype
+    seqs, tokens = step_limits(config, device.type)
+    dummy = config.load_format == "dummy"
+    tokenizer = None
+    if not dummy or (path / "tokenizer.json").exists():
+        tokenizer = Tokenizer.from_dir(path)
+    ops = bind_table(config, device, plugins)
+
+    where = torch.device(str(device))
+    if device.type == "cuda":
+        # The current device of this thread is where every allocation and launch goes.
+        torch.cuda.set_device(where)
+        memory, contexts = torch.cuda.mem_get_info(where)[0], seqs
+    else:
+        memory, contexts = cpu_pool_bytes(config, model_config, dtype), CPU_POOL_SEQUENCES
+    num_blocks, context = size_pool(
+        config, model_config, dtype=dtype, pool_bytes=memory, contexts=contexts
+    )
+    stream = ops.stream
+    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        if dummy:
+            weights = dummy_weights(model_config, dtype=dtype, device=where, seed=config.seed)
+        else:
+            weights = load_weights(path, model_config, dtype=dtype, device=where)
+        model = LlamaForCausalLM(
+            model_config,
+            weights,
+            ops,
+            block_size=config.block_size,
+            batch_invariant=config.batch_invariant,
+            max_position=context,
+        )
+        bounds = Bounds(
+            max_num_seqs=seqs,
+            max_num_tokens=tokens,
+            max_seq_len=context,
+            max_q_len=min(tokens, context),
+        )
+        ops.allocate(bounds)
+        if device.type == "cuda" and config.num_blocks is None:
+            peak = profile_peak_bytes(model, ops, bounds, config.block_size, where)
+            memory = cuda_pool_bytes(config, where, peak)
+            num_blocks, context = size_pool(
+                config, model_config, dtype=dtype, pool_bytes=memory, contexts=contexts
+            )
+        kv_cache = KVCache.allocate(
+            model_config, num_blocks, config.block_size, dtype=dtype, device=where
+        )
+        tables = DeviceTables(
+            num_rows=seqs, max_model_len=context, block_size=config.block_size, device=where
+        )
+        sampler = SamplerState(seqs, model_config.vocab_size, where)
+        runner = ModelRunner(model, ops, kv_cache, tables, sampler)
+    return EngineParts(
+        model_config=model_config,
+        tokenizer=tokenizer,
+        ops=ops,
+        runner=runner,
+        limits=Limits(
+            max_model_len=context,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            block_bytes=model_config.kv_bytes_per_block(config.block_size, dtype),
+            max_num_seqs=seqs,
+            max_num_batched_tokens=tokens,
+        ),
+        device=device,
+        dtype=dtype,
+        load_seconds=time.perf_counter() - began,
+    )
