@@ -117,9 +117,7 @@ def run(
 class _Dialogue:
     """A conversation that grows, or, without chat, prompts that know nothing of each other."""
 
-    def __init__(
-        self, llm: LLM, params: SamplingParams, *, chat: bool, system: str | None
-    ) -> None:
+    def __init__(self, llm: LLM, params: SamplingParams, *, chat: bool, system: str | None) -> None:
         self.llm = llm
         self._params = params
         self._chat = chat

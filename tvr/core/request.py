@@ -1,4 +1,4 @@
-"""A user's request as the engine sees it: its sequences, and the text that comes of their tokens."""
+"""A user's request as the engine sees it: its sequences and the text made of their tokens."""
 
 from __future__ import annotations
 
