@@ -1,0 +1,89 @@
+"""What a request gives back: plain data, standard library only, under vLLM's field names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of `time.monotonic()`; None: not yet.
+
+    Attributes:
+        arrival_time: the engine took the request.
+        first_token_time: the host knew the first new token.
+        finished_time: the last of its answers ended.
+    """
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer to a request. Grows in place while the request runs.
+
+    Attributes:
+        index: which of the request's n answers.
+        text: the text so far; never ends inside a character or inside a possible stop string.
+        token_ids: every new token the model gave, in order, those without text included. Its
+            length is the number of tokens used: re-encoding `text` may give another number.
+        cumulative_logprob: sum of the tokens' log-probabilities, if asked for.
+        logprobs: per token, if asked for.
+        finish_reason: None while running, then "stop", "length", "abort" or "error".
+        stop_reason: the stop string or stop token id that ended it; None for an EOS token.
+        error: what went wrong, with finish_reason "error".
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    def append(self, token_id: int, text: str) -> None:
+        """Add one token and the text it released."""
+        self.token_ids.append(token_id)
+        if text:
+            self.append_text(text)
+
+    def append_text(self, text: str) -> None:
+        """Add text at a cost that does not grow with the text there is."""
+        # CPython extends a string in place only if a local variable is its sole owner, so the
+        # attribute lets go of it first; `self.text += text` would copy all of it every time.
+        grown, self.text = self.text, ""
+        grown += text
+        self.text = grown
+
+    @property
+    def finished(self) -> bool:
+        """Whether this answer has ended."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its answers.
+
+    Attributes:
+        request_id: the user's id, or the one the engine gave.
+        prompt: the prompt's text; None if it was given as token ids.
+        prompt_token_ids: the prompt as the model saw it.
+        outputs: the n answers.
+        finished: all of them have ended.
+        metrics: times.
+        num_cached_tokens: prompt tokens found in the prefix cache instead of being computed.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    finished: bool = False
+    num_cached_tokens: int = 0

@@ -1,0 +1,138 @@
+"""What a checkpoint directory says of its tokenizer, gathered from the files that say it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from tvr.errors import CheckpointError
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_LISTED = ("additional_special_tokens", "extra_special_tokens")
+#: Tokenizers in forms that are not read, named in the error when there is no other.
+_OTHER_FORMS = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """The facts, before they are put together.
+
+    Attributes:
+        backend: tokenizer.json, with padding and truncation off.
+        special_tokens: text of the named special tokens ("bos_token", ...), those that are set.
+        extra_special_tokens: further special tokens.
+        add_bos_token: what tokenizer_config.json asks for; None: it does not say.
+        bos_token_id: from config.json.
+        eos_token_ids: from config.json and generation_config.json.
+        chat_templates: jinja source by name; a model's only one is "default".
+    """
+
+    backend: tokenizers.Tokenizer
+    special_tokens: dict[str, str]
+    extra_special_tokens: list[str]
+    add_bos_token: bool | None
+    bos_token_id: int | None
+    eos_token_ids: frozenset[int]
+    chat_templates: dict[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> TokenizerFiles:
+        """Read the directory `path`.
+
+        Raises:
+            CheckpointError: no tokenizer.json, or a file that cannot be read as what it is.
+        """
+        backend = _read_backend(path)
+        settings = _read_json(path / "tokenizer_config.json")
+        tokens_map = _read_json(path / "special_tokens_map.json")
+        config = _read_json(path / "config.json")
+        generation = _read_json(path / "generation_config.json")
+        special_tokens: dict[str, str] = {}
+        extra: list[str] = []
+        for source in (tokens_map, settings):  # the later one wins
+            special_tokens.update({name: text for name in _NAMED for text in _texts(source, name)})
+            extra += [text for name in _LISTED for text in _texts(source, name)]
+        add_bos = settings.get("add_bos_token")
+        bos_ids = _ids(config, "bos_token_id")
+        return cls(
+            backend=backend,
+            special_tokens=special_tokens,
+            extra_special_tokens=extra,
+            add_bos_token=add_bos if isinstance(add_bos, bool) else None,
+            bos_token_id=bos_ids[0] if bos_ids else None,
+            eos_token_ids=frozenset(
+                _ids(config, "eos_token_id") + _ids(generation, "eos_token_id")
+            ),
+            chat_templates=_chat_templates(path, settings),
+        )
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        found = [name for name in _OTHER_FORMS if (path / name).exists()]
+        raise CheckpointError(
+            f"{path} has no tokenizer.json ({'only ' + ', '.join(found) if found else 'nor any'} "
+            "other tokenizer); tvr reads no other form: load it with transformers' AutoTokenizer "
+            "and save it there with save_pretrained"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as e:  # the library raises bare Exception for whatever it does not like
+        raise CheckpointError(f"{file} is not a usable tokenizer: {e}") from e
+    # Left over from training runs; they would cut long prompts or pad short ones.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in `file`, empty if there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise CheckpointError(f"{file} is not valid JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds a {type(value).__name__}; it must be a JSON object")
+    return value
+
+
+def _texts(settings: dict[str, Any], key: str) -> Iterator[str]:
+    """Yield the token texts under `key`: a string, a serialised AddedToken, or many of these."""
+    value = settings.get(key)
+    if isinstance(value, dict) and "content" not in value:
+        value = list(value.values())
+    for item in value if isinstance(value, list) else [value]:
+        text = item.get("content") if isinstance(item, dict) else item
+        if isinstance(text, str) and text:
+            yield text
+
+
+def _ids(settings: dict[str, Any], key: str) -> list[int]:
+    """Return the token ids under `key`: one, a list of them, or none."""
+    value = settings.get(key)
+    return [i for i in (value if isinstance(value, list) else [value]) if type(i) is int and i >= 0]
+
+
+def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
+    value = settings.get("chat_template")
+    templates: dict[str, str] = {}
+    if isinstance(value, str):
+        templates["default"] = value
+    elif isinstance(value, list):
+        templates = {
+            item["name"]: item["template"]
+            for item in value
+            if isinstance(item, dict) and {"name", "template"} <= item.keys()
+        }
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        templates["default"] = file.read_text(encoding="utf-8")
+    return templates
