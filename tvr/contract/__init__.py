@@ -17,6 +17,7 @@ from tvr.contract.capability import (
     BackendInfo,
     Box,
     DeviceFacts,
+    declared_flags,
     matching_box,
     why_not,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "SiluMulSpec",
     "StepMeta",
     "check_bound",
+    "declared_flags",
     "matching_box",
     "why_not",
 ]

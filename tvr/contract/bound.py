@@ -222,26 +222,40 @@ def check_bound(op: str, bound: object) -> BoundOp:
         raise PluginLoadError(f"{op}: workspace_bytes and attach must be given together")
     if bound.pack is not None and op != "linear":
         raise PluginLoadError(f"{op}: pack is for linear only")
+    for name, args in (("plan", 1), ("workspace_bytes", 1), ("attach", 1), ("pack", 2)):
+        function = getattr(bound, name)
+        if function is not None:
+            _check_call(op, name, function, [None] * args, {})
     wanted = list(inspect.signature(PROTOCOLS[op].__call__).parameters.values())[1:]
-    try:
-        found = inspect.signature(bound.run)
-    except (TypeError, ValueError) as e:
-        raise PluginLoadError(f"{op}: run is not a callable with a signature ({e})") from e
-    names = [p.name for p in found.parameters.values()]
     positional = [p.name for p in wanted if p.kind is p.POSITIONAL_OR_KEYWORD]
     keywords = {p.name: None for p in wanted if p.kind is p.KEYWORD_ONLY}
-    try:
-        found.bind(*positional, **keywords)
-        found.bind(*positional, **{k: None for k in keywords if k != "lse"})
-    except TypeError as e:
-        raise PluginLoadError(
-            f"{op}: run({', '.join(names)}) cannot be called as "
-            f"run({', '.join([*positional, '*', *keywords])}): {e}"
-        ) from e
-    given = [p.name for p in found.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if given[: len(positional)] != positional[: len(given)]:
-        raise PluginLoadError(
-            f"{op}: run takes ({', '.join(given)}); the contract's order is "
-            f"({', '.join(positional)})"
-        )
+    optional = {p.name for p in wanted if p.default is not p.empty}
+    found = _check_call(op, "run", bound.run, positional, keywords)
+    _check_call(op, "run", bound.run, positional, {k: None for k in keywords if k not in optional})
+    for param, name in zip(found.parameters.values(), positional, strict=False):
+        if param.kind is param.POSITIONAL_OR_KEYWORD and param.name != name:
+            raise PluginLoadError(
+                f"{op}: run has {param.name!r} where the contract has {name!r}; its positional "
+                f"arguments are ({', '.join(positional)})"
+            )
     return bound
+
+
+def _check_call(
+    op: str,
+    name: str,
+    function: object,
+    args: Sequence[object],
+    kwargs: dict[str, None],
+) -> inspect.Signature:
+    """Return the signature of `function`; refuse one that these arguments do not fit."""
+    if not callable(function):
+        raise PluginLoadError(f"{op}: {name} is {type(function).__name__}, not a callable")
+    try:
+        found = inspect.signature(function)
+        found.bind(*args, **kwargs)
+    except (TypeError, ValueError) as e:
+        wanted = [str(arg) for arg in args if arg is not None] + [f"{k}=..." for k in kwargs]
+        call = ", ".join(wanted) or f"{len(args)} positional"
+        raise PluginLoadError(f"{op}: {name} cannot be called as {name}({call}): {e}") from e
+    return found

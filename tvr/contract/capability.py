@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tvr.contract.specs import DTYPES, OpSpec
@@ -70,6 +70,12 @@ class Box:
     norm_rounding: str = "twice"
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            # In a bare string `in` would look for a substring.
+            if f.name != "norm_rounding" and isinstance(getattr(self, f.name), str):
+                raise PluginError(
+                    f"Box {f.name} is the string {getattr(self, f.name)!r}; give a list of values"
+                )
         _refuse_unknown("dtypes", self.dtypes, DTYPES)
         _refuse_unknown("flags", self.flags, sorted(FLAGS))
         _refuse_unknown("norm_rounding", [self.norm_rounding], NORM_ROUNDINGS)
@@ -123,7 +129,16 @@ class BackendInfo:
                 f"backend name {self.name!r} is not valid; use lower-case letters, digits, "
                 "'_', '-' and '.', starting with a letter"
             )
+        match self.abi:
+            case (int(), int()):
+                pass
+            case _:
+                raise PluginError(
+                    f"backend {self.name!r}: abi {self.abi!r} is not a pair (major, minor)"
+                )
         for op, boxes in self.ops.items():
+            if isinstance(boxes, Box) or not all(isinstance(box, Box) for box in boxes):
+                raise PluginError(f"backend {self.name!r}: op {op!r} must map to a list of Box")
             if not boxes:
                 raise PluginError(f"backend {self.name!r} lists op {op!r} with no box; drop the op")
 
@@ -146,6 +161,12 @@ def matching_box(info: BackendInfo, spec: OpSpec, device: DeviceFacts) -> Box | 
         if not box.why_not(spec, device):
             return box
     return None
+
+
+def declared_flags(info: BackendInfo, spec: OpSpec, device: DeviceFacts) -> frozenset[str]:
+    """Return the flags `info` declares for `spec`: those of every box that covers it."""
+    boxes = info.ops.get(spec.op, ())
+    return frozenset().union(*(box.flags for box in boxes if not box.why_not(spec, device)))
 
 
 def _refuse_unknown(what: str, values: object, allowed: Sequence[str]) -> None:

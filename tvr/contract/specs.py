@@ -48,6 +48,10 @@ class OpSpec:
         block_size = getattr(self, "block_size", 1)
         if block_size & (block_size - 1):
             raise ConfigError(f"{self.op}: block_size {block_size} is not a power of two")
+        # "The same as dtype", said aloud, is the neutral value: equal facts make equal specs.
+        for name in ("kv_dtype", "out_dtype"):
+            if getattr(self, name, None) == self.dtype:
+                object.__setattr__(self, name, None)
 
     def non_neutral(self) -> dict[str, object]:
         """Return the fields that differ from their neutral value, by name."""
@@ -87,6 +91,17 @@ class RopeSpec(OpSpec):
     num_kv_heads: int
     head_dim: int
     rotary_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rotary_dim = self.rotary_dim or self.head_dim
+        if rotary_dim % 2 or rotary_dim > self.head_dim:
+            raise ConfigError(
+                f"{self.op}: rotary_dim {rotary_dim} must be even and at most head_dim "
+                f"{self.head_dim}"
+            )
+        if rotary_dim == self.head_dim:
+            object.__setattr__(self, "rotary_dim", None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,189 @@
+"""The op table: which backend serves which op, settled once per spec.
+
+The model calls `table.bind(spec).run` and keeps the bare callable, so no hook is called in a
+step. Life of a table: bind every op of the model, `allocate` the workspaces, then `plan` each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tvr.contract import (
+    BoundOp,
+    Bounds,
+    DeviceFacts,
+    LinearSpec,
+    OpSpec,
+    StepMeta,
+)
+from tvr.core.binding import Binder, Binding, PassedOver
+from tvr.core.plugins import BackendManager
+from tvr.errors import ConfigError, PluginError
+
+#: Workspaces start at a multiple of this many bytes.
+ALIGNMENT = 256
+
+#: The part of a step that an op's plan is given; any other op's plan gets the whole step.
+_STEP_PARTS = {"attention_decode": "decode", "attention_prefill": "prefill"}
+
+
+class StepParts(Protocol):
+    """What `plan` needs of a step: all of it, its decodes and its prefill chunks (None: none)."""
+
+    step: StepMeta
+    decode: StepMeta | None
+    prefill: StepMeta | None
+
+
+class OpTable:
+    """Binds specs to backends.
+
+    Args:
+        manager: the backends and the configuration.
+        device: the device `manager` has probed.
+        strict: refuse an op that the best-ranked backend does not serve.
+        backend: name of a backend to ask before all others; None or "auto": as configured.
+
+    Attributes:
+        backend: that name, or None.
+        stream: the stream a backend needs to launch on (`torch.cuda.Stream`), or None. The
+            engine must load, allocate, run and capture under it.
+
+    Raises:
+        BackendUnavailable: `backend` cannot be used; the message says why.
+    """
+
+    def __init__(
+        self,
+        manager: BackendManager,
+        device: DeviceFacts,
+        *,
+        strict: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        if device != manager.device:
+            raise ConfigError(f"the backends were probed for {manager.device}, not for {device}")
+        self.backend = None if backend == "auto" else backend
+        self._binder = Binder(manager, device, strict=strict, first=self.backend)
+        self.stream = self._binder.stream
+        self._device = device
+        self._bindings: dict[OpSpec, Binding] = {}  # in binding order, parts before their whole
+        self._workspaces: list[Tensor] = []
+        self._plans: list[tuple[str, Callable[[StepMeta], None]]] | None = None
+
+    def bind(self, spec: OpSpec) -> BoundOp:
+        """Return the op bound for `spec`; the same object every time.
+
+        Raises:
+            UnsupportedSpec: no backend serves it, or not the one that is pinned or, if strict,
+                ranked best. The message has each backend's reasons.
+            ConfigError: `spec` is new and the workspaces are allocated already.
+        """
+        if spec not in self._bindings:
+            if self._plans is not None:
+                raise ConfigError(f"{spec} must be bound before the workspaces are allocated")
+            self._take(self._binder.settle(spec))
+        return self._bindings[spec].bound
+
+    def bind_linear(
+        self, spec: LinearSpec
+    ) -> tuple[BoundOp, Callable[[Tensor, Tensor | None], Any]]:
+        """Return the bound `linear` and what packs (weight [out, in], bias [out] | None) for it."""
+        bound = self.bind(spec)
+        return bound, bound.pack or _pair
+
+    def allocate(self, bounds: Bounds) -> int:
+        """Allocate the workspaces of all bound ops, once, and return their bytes.
+
+        Each is zeroed, starts at a multiple of `ALIGNMENT` bytes and lives as long as the table.
+        """
+        if self._plans is not None:
+            raise ConfigError("the workspaces of this table are allocated already")
+        self._plans = []
+        total = 0
+        for binding in self._bindings.values():
+            op, bound = binding.spec.op, binding.bound
+            if bound.workspace_bytes is not None and bound.attach is not None:
+                num_bytes = bound.workspace_bytes(bounds)
+                if not isinstance(num_bytes, int) or num_bytes < 0:
+                    raise PluginError(
+                        f"{op} of backend {binding.backend!r}: workspace_bytes returned "
+                        f"{num_bytes!r}; it must return a number of bytes"
+                    )
+                self._workspaces.append(_aligned_zeros(num_bytes, str(self._device)))
+                bound.attach(self._workspaces[-1])
+                total += num_bytes
+            if bound.plan is not None:
+                self._plans.append((_STEP_PARTS.get(op, "step"), bound.plan))
+        return total
+
+    def plan(self, batch: StepParts) -> None:
+        """Run the plans of all bound ops for one step, in binding order, before its layers."""
+        if self._plans is None:
+            raise ConfigError("the workspaces must be allocated before the first step is planned")
+        for part, plan in self._plans:
+            step: StepMeta | None = getattr(batch, part)
+            if step is not None:
+                plan(step)
+
+    @property
+    def passed_over(self) -> list[PassedOver]:
+        """Who was asked before the server of each bound op, and why it does not serve it.
+
+        Those whose `backend` is `self.backend` are what a user who named it wants to hear.
+        """
+        unique: dict[tuple[str, str, str], PassedOver] = {}
+        for binding in self._bindings.values():
+            for passed in binding.passed_over:
+                unique[passed.op, passed.backend, str(passed.reasons)] = passed
+        return list(unique.values())
+
+    def served(self) -> dict[str, list[str]]:
+        """Return op -> the backends that serve it; a composed op has "a + b", one per part."""
+        found: dict[str, list[str]] = {}
+        for spec, binding in self._bindings.items():
+            names = found.setdefault(spec.op, [])
+            if binding.backend not in names:
+                names.append(binding.backend)
+        return found
+
+    def lacking(self, flag: str) -> dict[str, str]:
+        """Return op -> backend of every bound op that does not declare `flag` ("cuda_graph")."""
+        return {
+            spec.op: binding.backend
+            for spec, binding in self._bindings.items()
+            if not binding.parts and flag not in binding.flags
+        }
+
+    def flags(self, spec: OpSpec) -> frozenset[str]:
+        """Return what is declared for `spec` by the backend that serves it."""
+        return self._binder.settle(spec).flags
+
+    def explain_ops(self, specs: Iterable[OpSpec]) -> list[dict[str, Any]]:
+        """Return, as JSON-able data, who serves each spec and why others do not; binds nothing.
+
+        `backends` has an entry for each backend in rank order, usable or not, whose status is
+        "serves", "serves a part", "passed over" (with reasons) or "not asked".
+        """
+        return [self._binder.explain(spec) for spec in specs]
+
+    def _take(self, binding: Binding) -> None:
+        """Note `binding` as used, its parts first, so that they are planned and get workspaces."""
+        for part in binding.parts:
+            self._take(part)
+        self._bindings.setdefault(binding.spec, binding)
+
+
+def _pair(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return weight, bias
+
+
+def _aligned_zeros(num_bytes: int, device: str) -> Tensor:
+    """Return [num_bytes] uint8 zeros; torch aligns to 64 bytes on the CPU, so cut to fit."""
+    buffer = torch.zeros(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    start = -buffer.data_ptr() % ALIGNMENT
+    return buffer[start : start + num_bytes]

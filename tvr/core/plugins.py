@@ -1,0 +1,291 @@
+"""The backends of one engine: loaded, checked, probed and put in order.
+
+One broken plugin never takes the others with it: it stays in `BackendManager.known` with the
+reason why it is not used, for `tvr backends` to show. Only asking for it by name raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import Distribution
+from typing import Any
+
+from pluggy import PluginManager
+
+from tvr import hookspecs
+from tvr.contract import ABI_MAJOR, ABI_MINOR, ENTRY_POINT_GROUP, OPS, BackendInfo, DeviceFacts
+from tvr.core.discovery import Candidate, discover
+from tvr.core.plugin_checks import Plugin, check_plugin, describe
+from tvr.core.plugin_config import PluginConfig
+from tvr.errors import AbiMismatch, BackendUnavailable, PluginError, PluginLoadError
+
+OK = "ok"
+UNAVAILABLE = "unavailable"  # loaded, but its probe says it cannot run here
+FAILED = "failed"  # could not be loaded, or breaks the contract
+DISABLED = "disabled"
+NOT_INSTALLED = "not installed"
+NOT_LISTED = "not listed"  # could run, but neither the order nor a pin names it
+
+
+@dataclass
+class Backend:
+    """A backend that is installed, given or named, usable or not.
+
+    Attributes:
+        name: as in `--backend` and plugins.toml.
+        distribution, version: what it was installed from; None: given or not installed.
+        plugin: its checked hooks; None unless it was loaded.
+        status: one of the words above.
+        reasons: why it is not `OK`.
+        notes: what is worth knowing but stops nothing.
+        error: the exception behind `reasons`, for a traceback.
+    """
+
+    name: str
+    status: str
+    distribution: str | None = None
+    version: str | None = None
+    plugin: Plugin | None = None
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    error: BaseException | None = None
+
+    @property
+    def info(self) -> BackendInfo:
+        """What it declares; nothing if it was not loaded."""
+        return self.plugin.info if self.plugin else BackendInfo(name=self.name)
+
+    def call(self, hook: str, **arguments: object) -> Any:  # noqa: ANN401
+        """Call this backend's own `hook`; None if it has none."""
+        return self.plugin.call(hook, **arguments) if self.plugin else None
+
+    def why_not_used(self) -> list[str]:
+        """Return why it cannot serve anything; empty: it can."""
+        return [] if self.status == OK else self.reasons or [f"is {self.status}"]
+
+
+class BackendManager:
+    """Every known backend, by name, and the usable ones in rank order.
+
+    Rank: the objects given as `plugins`, as given, then `config.order`. A backend that is
+    installed but neither listed, pinned nor asked for by name (`ranked(first=NAME)`) serves
+    nothing.
+
+    Args:
+        config: None: the packaged plugins.toml.
+        plugins: modules, instances or classes to use beside what is installed.
+        device: what the backends are probed for.
+        installed: distributions to look for entry points in; None: all of `sys.path`.
+
+    Raises:
+        PluginError: `config` uses a name that no known backend has, or `plugins` holds an
+            object that is no backend or has the name of an installed one.
+    """
+
+    def __init__(
+        self,
+        config: PluginConfig | None = None,
+        *,
+        plugins: Iterable[object] = (),
+        device: DeviceFacts,
+        installed: Iterable[Distribution] | None = None,
+    ) -> None:
+        self.config = PluginConfig.load() if config is None else config
+        self.device = device
+        self.known: dict[str, Backend] = {}
+        self._pm = PluginManager(hookspecs.PROJECT)
+        self._pm.add_hookspecs(hookspecs)
+        # Historic: called now, pluggy calls it for each plugin in the moment it is registered.
+        self._pm.hook.tvr_configured.call_historic(kwargs={"config": self.config.read_only()})
+
+        found = discover(installed)
+        self.notes = found.notes
+        self._load_installed([c for c in found.candidates if c.major == ABI_MAJOR])
+        self._note_other_majors([c for c in found.candidates if c.major != ABI_MAJOR])
+        given = [self._load_given(obj) for obj in plugins]
+        self._note_not_installed()
+        self._refuse_unknown_names()
+        for backend in self.known.values():
+            self._probe(backend)
+        self._rank = list(dict.fromkeys([*given, *self.config.order]))
+
+    @property
+    def backends(self) -> list[Backend]:
+        """The usable backends in rank order."""
+        return self.ranked()
+
+    def ranked(self, first: str | None = None, *, usable: bool = True) -> list[Backend]:
+        """Return the backends in rank order, `first` put before all; not `usable`: all of them."""
+        names = dict.fromkeys([first, *self._rank] if first else self._rank)
+        found = [self.known[name] for name in names]
+        return [b for b in found if b.status == OK] if usable else found
+
+    def require(self, name: str) -> Backend:
+        """Return the usable backend `name`.
+
+        Raises:
+            BackendUnavailable: there is none of this name, or it cannot be used; says why.
+        """
+        backend = self.known.get(name)
+        if backend is None:
+            raise BackendUnavailable(
+                f"backend {name!r} is not known; known: {', '.join(sorted(self.known))}"
+            )
+        reasons = backend.why_not_used()
+        if reasons:
+            raise BackendUnavailable(
+                f"backend {name!r} cannot be used: {'; '.join(reasons)}; see `tvr backends`"
+            ) from backend.error
+        return backend
+
+    def explain(self) -> dict[str, Any]:
+        """Return every known backend, the ranked ones first, as JSON-able data."""
+        ranked = [b.name for b in self.ranked(usable=False)]
+        names = dict.fromkeys([*ranked, *self.known])
+        return {
+            "abi": f"{ABI_MAJOR}.{ABI_MINOR}",
+            "device": str(self.device),
+            "config": self.config.source,
+            "order": ranked,
+            "pins": dict(self.config.pins),
+            "notes": list(self.notes),
+            "backends": [self._explain(self.known[name], name in ranked) for name in names],
+        }
+
+    def _explain(self, backend: Backend, ranked: bool) -> dict[str, Any]:
+        status, reasons = backend.status, list(backend.reasons)
+        if status == OK and not ranked and backend.name not in self.config.pins.values():
+            status = NOT_LISTED
+            reasons = ["is not in `order`; list it in plugins.toml or use --backend"]
+        abi = ".".join(map(str, backend.info.abi)) if backend.plugin else None
+        return {
+            "name": backend.name,
+            "distribution": backend.distribution,
+            "version": backend.version,
+            "abi": abi,
+            "status": status,
+            "reasons": reasons,
+            "notes": list(backend.notes),
+            "ops": [op for op in OPS if op in backend.info.ops],
+        }
+
+    def _load_installed(self, candidates: list[Candidate]) -> None:
+        by_name: dict[str, list[Candidate]] = {}
+        for candidate in candidates:
+            by_name.setdefault(candidate.name, []).append(candidate)
+        for name, same in by_name.items():
+            backend = self.known[name] = Backend(
+                name=name,
+                status=OK,
+                distribution=" and ".join(dict.fromkeys(c.distribution for c in same)),
+                version=" and ".join(dict.fromkeys(c.version for c in same)),
+            )
+            if name in self.config.disabled:
+                backend.status = DISABLED
+                backend.reasons = [f"is disabled in {self.config.source}"]
+            elif len(same) > 1:
+                owners = " and ".join(map(str, same))
+                _fail(backend, PluginLoadError(f"two plugins are named {name!r}: {owners}"))
+            else:
+                self._load(backend, same[0].entry_point.load)
+
+    def _load(self, backend: Backend, load: Callable[[], object]) -> None:
+        """Load, check and register one installed plugin; whatever it raises stays with it."""
+        try:
+            plugin = check_plugin(load(), self._pm)
+            if plugin.info.name != backend.name:
+                raise PluginLoadError(
+                    f"tvr_backend_info says {plugin.info.name!r}, the entry point "
+                    f"{backend.name!r}; they must agree"
+                )
+            self._register(plugin)
+        except (Exception, SystemExit) as e:
+            _fail(backend, e)
+        else:
+            backend.plugin, backend.notes = plugin, plugin.notes
+
+    def _load_given(self, obj: object) -> str:
+        """Load an object given by the caller and return its name; what is wrong with it raises."""
+        for backend in self.known.values():
+            if backend.plugin is not None and backend.plugin.impl is obj:
+                return backend.name  # installed as well: one plugin, which keeps its place here
+        try:
+            plugin = check_plugin(obj, self._pm)
+            name = plugin.info.name
+            if name in self.config.disabled:
+                raise PluginLoadError(f"{name!r} is disabled in {self.config.source}")
+            if name in self.known:
+                other = self.known[name].distribution or "another object"
+                raise PluginLoadError(f"two plugins are named {name!r}: {other} and this one")
+            self._register(plugin)
+        except (Exception, SystemExit) as e:
+            error = type(e) if isinstance(e, PluginError) else PluginLoadError
+            raise error(f"plugin {obj!r}: {describe(e)}") from e
+        self.known[name] = Backend(name=name, status=OK, plugin=plugin, notes=plugin.notes)
+        return name
+
+    def _register(self, plugin: Plugin) -> None:
+        name = plugin.info.name
+        try:
+            self._pm.register(plugin.impl, name)
+        except BaseException:
+            # pluggy 1.6 leaves the hooks it had come to before the fault in place.
+            if self._pm.has_plugin(name):
+                self._pm.unregister(name=name)
+            raise
+
+    def _note_other_majors(self, candidates: list[Candidate]) -> None:
+        """Note plugins of another ABI major: seen by their entry-point group, never imported."""
+        for candidate in candidates:
+            error = AbiMismatch(
+                f"{candidate} is written for ABI {candidate.major}; this tvr loads "
+                f"{ENTRY_POINT_GROUP} only"
+            )
+            if candidate.name in self.known:  # a package may ship one entry point per major
+                self.known[candidate.name].notes.append(str(error))
+                continue
+            self.known[candidate.name] = Backend(
+                name=candidate.name,
+                status=FAILED,
+                distribution=candidate.distribution,
+                version=candidate.version,
+                reasons=[str(error)],
+                error=error,
+            )
+
+    def _note_not_installed(self) -> None:
+        """Know the names in the packaged order even where they are not installed."""
+        for name in PluginConfig.load().order:
+            if name not in self.known:
+                self.known[name] = Backend(
+                    name=name, status=NOT_INSTALLED, reasons=["is not installed"]
+                )
+
+    def _refuse_unknown_names(self) -> None:
+        for name, key in self.config.names().items():
+            if name not in self.known:
+                raise PluginError(
+                    f"{self.config.source}: {key} names backend {name!r}, which is not known; "
+                    f"known: {', '.join(sorted(self.known))}"
+                )
+
+    def _probe(self, backend: Backend) -> None:
+        if backend.status != OK:
+            return
+        try:
+            reasons = backend.call("tvr_probe", device=self.device)
+        except (Exception, SystemExit) as e:
+            backend.error = e
+            reasons = [f"tvr_probe raised {describe(e)}"]
+        if reasons is None:  # it has no probe, so nothing speaks against it
+            return
+        if not isinstance(reasons, list) or not all(isinstance(r, str) for r in reasons):
+            reasons = [f"tvr_probe returned {reasons!r}; it must return a list of reasons"]
+        if reasons:
+            backend.status, backend.reasons = UNAVAILABLE, reasons
+
+
+def _fail(backend: Backend, error: BaseException) -> None:
+    backend.status, backend.error = FAILED, error
+    backend.reasons = [f"failed to load: {describe(error)}"]

@@ -1,0 +1,37 @@
+"""Running on a backend's own CUDA stream from within the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+
+from tvr.contract import BoundOp
+
+
+def on_stream(bound: BoundOp, stream: Any) -> BoundOp:  # noqa: ANN401
+    """Return `bound` so that all it launches goes to `stream`, in order with its caller's work."""
+    return replace(
+        bound,
+        run=_forked(bound.run, stream),
+        plan=bound.plan and _forked(bound.plan, stream),
+        pack=bound.pack and _forked(bound.pack, stream),
+    )
+
+
+def _forked(function: Callable[..., Any], stream: Any) -> Callable[..., Any]:  # noqa: ANN401
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        # `wait_stream` records an event and waits for it on the device: the host does not stop,
+        # and a graph capture of the caller's stream takes the fork and the join along.
+        caller = torch.cuda.current_stream()
+        stream.wait_stream(caller)
+        with torch.cuda.stream(stream):
+            result = function(*args, **kwargs)
+        caller.wait_stream(stream)
+        return result
+
+    return call
