@@ -1,0 +1,392 @@
+"""Continuous batching: which tokens of which sequences the next step computes.
+
+The scheduler decides and keeps the books; it runs nothing. It may run one step ahead of the
+results: `schedule` for step n + 1 while step n is on the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+
+from tvr.core.block_manager import BlockManager
+from tvr.core.placement import Placement
+from tvr.core.schedule_output import Entry, Result, RowReset, ScheduleOutput, SequenceUpdate
+from tvr.core.sequence import Sequence, SequenceStatus
+from tvr.core.step_record import StepRecord
+from tvr.core.waiting_queue import WaitingQueue
+from tvr.errors import ConfigError, RequestError
+
+_NO_BLOCKS: tuple[int, ...] = ()
+
+
+class Scheduler:
+    """Plans steps under a token budget: running decodes, running prefills, then new sequences.
+
+    A new sequence takes the blocks of its whole prefill at once, and starts only when they and
+    some room to grow are free. Should the blocks run out all the same, the newest running
+    sequence with no step in flight is preempted: it loses its blocks and is recomputed later.
+
+    Whenever something is unfinished and nothing in flight, `schedule` returns work.
+
+    Args:
+        num_blocks, block_size: the KV pool.
+        max_num_seqs: rows of the device tables; most sequences running at a time.
+        max_num_batched_tokens: most tokens in a step, at least `max_num_seqs`.
+        max_model_len: most tokens of a sequence, prompt included.
+        enable_prefix_caching: reuse the blocks of equal prefixes.
+        max_lag: steps that may be scheduled ahead of `update`: 0 or 1.
+        max_bypass: how often a waiting sequence may be passed over by smaller ones.
+
+    Raises:
+        ConfigError: an argument out of its range.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+        max_lag: int = 1,
+        max_bypass: int = 16,
+    ) -> None:
+        for name, value, least in (
+            ("max_num_seqs", max_num_seqs, 1),
+            ("max_model_len", max_model_len, 2),
+            ("max_bypass", max_bypass, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"{name} = {value}: must be at least {least}")
+        if max_num_batched_tokens < max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens = {max_num_batched_tokens}: must be at least max_num_seqs"
+                f" = {max_num_seqs}, a token for every running sequence; raise it or lower that"
+            )
+        if max_lag not in (0, 1):
+            raise ConfigError(f"max_lag = {max_lag}: must be 0 or 1")
+        self.block_manager = BlockManager(
+            num_blocks, block_size, enable_prefix_caching=enable_prefix_caching
+        )
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.max_lag = max_lag
+        self._live: dict[str, Sequence] = {}
+        self._waiting = WaitingQueue(max_bypass)
+        self._placement = Placement(self.block_manager, max_num_seqs)
+        self._in_flight: deque[StepRecord] = deque()
+        self._next_step = 0
+        self._last_updated = -1
+        self._preempted: list[str] = []  # not yet told
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a row and blocks, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that have a row and blocks."""
+        return len(self._placement.running)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps scheduled and not yet updated."""
+        return len(self._in_flight)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any sequence waits or runs."""
+        return bool(self._live)
+
+    def add(self, seq: Sequence) -> None:
+        """Take in a sequence.
+
+        Raises:
+            RequestError: its id is live, it has been run before, or it can never fit.
+        """
+        if seq.request_id in self._live:
+            raise RequestError(
+                f"request {seq.request_id!r}: a live request has that id; take another, or wait"
+                " for that one to end"
+            )
+        seq.set_limits(
+            max_model_len=self.max_model_len,
+            num_blocks=self.block_manager.num_blocks,
+            block_size=self.block_manager.block_size,
+        )
+        parent = self._live_parent(seq)
+        self._live[seq.request_id] = seq
+        if parent is None or parent.is_prefilled or parent.status is SequenceStatus.PREEMPTED:
+            self._waiting.append(seq)
+        else:
+            self._waiting.append_child(parent.request_id, seq)
+
+    def abort(self, request_id: str) -> bool:
+        """End a sequence at once; return False if no live one has that id.
+
+        What steps in flight still name, its row and blocks, is given back at their update; their
+        results for it are dropped.
+        """
+        return self.finish(request_id, "abort")
+
+    def finish(self, request_id: str, reason: str = "stop") -> bool:
+        """End a sequence for a reason the host found, such as a stop string; like `abort`."""
+        seq = self._live.get(request_id)
+        if seq is None:
+            return False
+        self._end(seq, reason)
+        return True
+
+    def schedule(self) -> ScheduleOutput | None:
+        """Plan the next step; None if nothing can run before the next `update`, or at all."""
+        if len(self._in_flight) > self.max_lag:
+            return None
+        step_id = self._next_step
+        step = StepRecord(step_id)
+        entries: list[Entry] = []
+        prefilling: list[Sequence] = []
+        sampling = step.sampling
+        new_tuple = tuple.__new__  # half the time of Entry(...), and this loop is the host's cost
+        for seq in list(self._placement.running.values()):
+            start = seq.num_scheduled
+            new_block_ids = _NO_BLOCKS
+            if start >= seq.fast_until:
+                if start < seq.num_prefill:
+                    prefilling.append(seq)
+                    continue
+                grown = self._grow(seq, step)
+                if grown is None:
+                    continue
+                new_block_ids = grown
+            seq.num_scheduled = start + 1
+            seq.last_step = step_id
+            entries.append(
+                new_tuple(
+                    Entry, (seq.request_id, seq.epoch, seq.row, start, 1, True, 1, new_block_ids)
+                )
+            )
+            sampling.append(seq)
+        num_decodes = len(entries)
+        budget = self.max_num_batched_tokens - num_decodes
+        for seq in prefilling:
+            if not budget:
+                break
+            if seq.paused_step != step_id:
+                budget -= self._prefill(seq, step, entries, budget, _NO_BLOCKS)
+        row_resets: list[RowReset] = []
+        if budget and self._waiting:
+            budget = self._admit(step, entries, row_resets, budget)
+        if not entries:
+            return None
+        self._next_step += 1
+        self._in_flight.append(step)
+        preempted, self._preempted = self._preempted, []
+        num_tokens = self.max_num_batched_tokens - budget
+        return ScheduleOutput(step_id, entries, num_decodes, num_tokens, preempted, row_resets)
+
+    def update(self, step_id: int, results: Seq[Result]) -> list[SequenceUpdate]:
+        """Take in the results of the oldest step in flight.
+
+        Args:
+            step_id: that step.
+            results: one for each entry that samples, in the order of the entries.
+
+        Returns:
+            What happened to each sequence still live, in the same order. Results of an older
+            epoch or of an ended sequence are dropped.
+
+        Raises:
+            ConfigError: not the oldest step, or not its results; nothing has changed then.
+        """
+        step = self._oldest(step_id)
+        if [result[0] for result in results] != [seq.request_id for seq in step.sampling]:
+            raise ConfigError(
+                f"update of step {step_id}: results for {[result[0] for result in results]}, it"
+                f" samples for {[seq.request_id for seq in step.sampling]}, in this order"
+            )
+        self._in_flight.popleft()
+        self._last_updated = step_id
+        updates: list[SequenceUpdate] = []
+        ended: list[tuple[Sequence, str]] = []
+        new_tuple = tuple.__new__
+        for seq, (_, epoch, token, error, logprobs) in zip(step.sampling, results, strict=True):
+            if epoch != seq.epoch:
+                continue
+            if token is None or error is not None:
+                updates.append(self._fail(seq, error or "the step gave no token"))
+                continue
+            tokens = seq.token_ids
+            tokens.append(token)
+            reason = None
+            if len(tokens) >= seq.max_length or token in seq.stop_token_ids:
+                reason = seq.ends_with(token)
+                if reason is not None:
+                    ended.append((seq, reason))
+            updates.append(new_tuple(SequenceUpdate, (seq, token, reason, None, logprobs)))
+        # A sequence that failed is left out by its epoch; one that ended well still counts.
+        for seq, epoch, end in step.writes:
+            if epoch == seq.epoch:
+                self._placement.written(seq, end)
+                if end == seq.num_prefill:
+                    self._waiting.release_children(seq.request_id)
+        for seq, reason in ended:
+            self._end(seq, reason)
+        self._placement.release_held(step)
+        return updates
+
+    def fail_step(self, step_id: int, error: str) -> list[SequenceUpdate]:
+        """End, with `error`, every live sequence of the oldest step in flight; it wrote nothing.
+
+        Raises:
+            ConfigError: not the oldest step in flight.
+        """
+        step = self._oldest(step_id)
+        self._in_flight.popleft()
+        self._last_updated = step_id
+        live = [seq for seq in step.sequences() if seq.finish_reason is None]
+        updates = [self._fail(seq, error) for seq in live]
+        self._placement.release_held(step)
+        return updates
+
+    def _oldest(self, step_id: int) -> StepRecord:
+        if not self._in_flight or self._in_flight[0].step_id != step_id:
+            in_flight = [step.step_id for step in self._in_flight]
+            raise ConfigError(
+                f"update of step {step_id}: steps in flight are {in_flight}; update each once, in"
+                " order"
+            )
+        return self._in_flight[0]
+
+    def _grow(self, seq: Sequence, step: StepRecord) -> tuple[int, ...] | None:
+        """Decide on a decode at `num_scheduled`; return its new blocks, or None: not this step."""
+        start = seq.num_scheduled
+        if seq.status is not SequenceStatus.RUNNING or seq.paused_step == step.step_id:
+            return None  # preempted, or about to be, for a sequence before it in this very step
+        if start >= seq.max_length - 1:
+            return None  # ends by length when its last token arrives
+        if start >= len(seq.token_ids) and seq.max_lag == 0:
+            return None  # the host has yet to see the token to feed
+        new_block_ids = _NO_BLOCKS
+        size = self.block_manager.block_size
+        if start == len(seq.block_ids) * size:
+            if not self._make_room(seq, step):
+                return None
+            new_block_ids = self._placement.grow(seq)
+        if (start + 1) % size == 0:
+            step.writes.append((seq, seq.epoch, start + 1))
+        self._set_fast_until(seq)
+        return new_block_ids
+
+    def _set_fast_until(self, seq: Sequence) -> None:
+        """Let decodes pass up to the one that fills the last block, or ends the sequence."""
+        if seq.max_lag > 0:
+            room = len(seq.block_ids) * self.block_manager.block_size
+            seq.fast_until = min(room, seq.max_length) - 1
+
+    def _make_room(self, seq: Sequence, step: StepRecord) -> bool:
+        """Get a block free for `seq` by preempting newer sequences; False: not in this step."""
+        while not self.block_manager.num_free:
+            if step.has_paused:
+                return False
+            victim = self._victim(seq, step)
+            if victim is None:
+                return False
+            self._preempt(victim)
+        return True
+
+    def _victim(self, seq: Sequence, step: StepRecord) -> Sequence | None:
+        """Return the newest sequence after `seq` with no step in flight.
+
+        If there is none, keep the newest out of this step, so that it is one for the next.
+        """
+        newest = None
+        for other in reversed(self._placement.running.values()):
+            if other is seq:
+                break
+            if other.last_step <= self._last_updated:
+                return other
+            newest = newest or other
+        if newest is not None:
+            newest.paused_step = step.step_id
+            newest.fast_until = 0
+            step.has_paused = True
+        return None
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._placement.remove(seq, in_flight=None)
+        seq.epoch += 1
+        seq.status = SequenceStatus.PREEMPTED
+        self._waiting.push_front(seq)
+        self._waiting.release_children(seq.request_id)
+        self._preempted.append(seq.request_id)
+
+    def _prefill(
+        self,
+        seq: Sequence,
+        step: StepRecord,
+        entries: list[Entry],
+        budget: int,
+        new_block_ids: tuple[int, ...],
+    ) -> int:
+        """Add the next chunk of a prefill; return its length."""
+        start = seq.num_scheduled
+        num_tokens = min(budget, seq.num_prefill - start)
+        end = start + num_tokens
+        samples = end == seq.num_prefill
+        seq.num_scheduled = end
+        seq.last_step = step.step_id
+        step.writes.append((seq, seq.epoch, end))
+        if samples:
+            step.sampling.append(seq)
+            self._set_fast_until(seq)
+        row, rows = seq.row, int(samples)
+        entries.append(
+            Entry(seq.request_id, seq.epoch, row, start, num_tokens, samples, rows, new_block_ids)
+        )
+        return num_tokens
+
+    def _admit(
+        self, step: StepRecord, entries: list[Entry], row_resets: list[RowReset], budget: int
+    ) -> int:
+        """Start waiting sequences, first come first served; return the budget left."""
+        free_rows = self._placement.free_rows
+        overtaken: Sequence | None = None
+        candidates = self._waiting.candidates()
+        while budget and free_rows and (seq := next(candidates, None)) is not None:
+            if not self._placement.place(seq, self._live_parent(seq)):
+                overtaken = overtaken or seq
+                continue
+            self._waiting.remove(seq)
+            if overtaken is not None:
+                overtaken.num_bypassed += 1
+            row_resets.append(RowReset(seq.row, seq.request_id))
+            budget -= self._prefill(seq, step, entries, budget, tuple(seq.block_ids))
+        return budget
+
+    def _live_parent(self, seq: Sequence) -> Sequence | None:
+        return None if seq.parent_id is None else self._live.get(seq.parent_id)
+
+    def _fail(self, seq: Sequence, error: str) -> SequenceUpdate:
+        self._end(seq, "error")
+        return SequenceUpdate(seq, None, "error", error, None)
+
+    def _end(self, seq: Sequence, reason: str) -> None:
+        """End a live sequence; its row and blocks come back once no step in flight names them."""
+        del self._live[seq.request_id]
+        if seq.status is SequenceStatus.RUNNING:
+            is_named = seq.last_step > self._last_updated
+            self._placement.remove(seq, self._record(seq.last_step) if is_named else None)
+        else:
+            self._waiting.remove(seq)
+        seq.epoch += 1
+        seq.finish_reason = reason
+        seq.status = SequenceStatus.FINISHED
+        self._waiting.release_children(seq.request_id)
+
+    def _record(self, step_id: int) -> StepRecord:
+        return self._in_flight[step_id - self._in_flight[0].step_id]
