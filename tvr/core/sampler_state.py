@@ -1,0 +1,194 @@
+"""What the sampler knows of every row: device tables, and their mirror on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from tvr.core.sampling_params import SamplingParams
+
+#: The most tokens a row is cut down to by partial selection; beyond, its scores are sorted.
+NARROW_WIDTH = 1024
+
+Index = Tensor | slice  # a slice is the whole batch, and costs no gather
+
+
+class Kind(Enum):
+    """What choosing a row's token takes."""
+
+    GREEDY = auto()  # the largest logit
+    PLAIN = auto()  # noise over the vocabulary
+    NARROW = auto()  # the best k tokens, k up to NARROW_WIDTH
+    NUCLEUS = auto()  # the best tokens of some mass
+    WIDE = auto()  # the best k tokens, k beyond NARROW_WIDTH
+
+
+@dataclass(frozen=True, slots=True)
+class RowNeeds:
+    """The host's mirror of a row.
+
+    Attributes:
+        kind: what choosing its token takes.
+        width: how many of the best tokens that has to look at; 0 where it is all.
+        penalised: whether earlier tokens change its logits.
+        min_tokens: tokens to generate before one of `early_stops` may be.
+        early_stops: token ids.
+    """
+
+    kind: Kind = Kind.GREEDY
+    width: int = 0
+    penalised: bool = False
+    min_tokens: int = 0
+    early_stops: tuple[int, ...] = ()
+
+
+class SamplerState:
+    """Sampling parameters and penalty counts by row.
+
+    Attributes:
+        temperature: [rows] fp32; 1 in greedy rows.
+        max_gap: [rows] fp32, -log(min_p): how far a token may be below the best.
+        top_k: [rows] int64; the vocabulary's size where it is off.
+        top_p: [rows] fp64; 1 where it is off.
+        seeds: [rows] int64.
+        repetition, presence, frequency: [rows] fp32 penalties.
+        output_counts: [rows, vocab] int32, how often a row's output has each token.
+        in_prompt: [rows, vocab] bool, whether its prompt has it. Both tables are empty until
+            the first row with a penalty.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device | str,
+        *,
+        eos_token_ids: Collection[int] = (),
+    ) -> None:
+        """Make the tables, every row greedy.
+
+        Args:
+            max_rows: rows of every table.
+            vocab_size: tokens in the vocabulary.
+            device: where the logits will be.
+            eos_token_ids: the model's EOS ids; `min_tokens` keeps them from being generated.
+        """
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._rows = [RowNeeds()] * max_rows
+        self.temperature = torch.ones(max_rows, device=self.device)
+        self.max_gap = torch.full((max_rows,), torch.inf, device=self.device)
+        self.top_k = torch.full((max_rows,), vocab_size, device=self.device)
+        self.top_p = torch.ones(max_rows, dtype=torch.float64, device=self.device)
+        self.seeds = torch.zeros(max_rows, dtype=torch.int64, device=self.device)
+        self.repetition = torch.ones(max_rows, device=self.device)
+        self.presence = torch.zeros(max_rows, device=self.device)
+        self.frequency = torch.zeros(max_rows, device=self.device)
+        self.output_counts = torch.empty((0, vocab_size), dtype=torch.int32, device=self.device)
+        self.in_prompt = torch.empty((0, vocab_size), dtype=torch.bool, device=self.device)
+
+    def reset(
+        self,
+        row: int,
+        params: SamplingParams,
+        seed: int,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Give `row` to a request, new or resumed with output already made.
+
+        Args:
+            row: row of the tables.
+            params: what the request asks for; its `n` and `seed` are not read.
+            seed: int64, the seed of this completion.
+            prompt_token_ids: the prompt, for the repetition penalty.
+            output_token_ids: tokens generated so far.
+        """
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+        self._rows[row] = self._needs_of(params, top_k)
+        self.temperature[row] = 1.0 if params.is_greedy else float(params.temperature)
+        self.max_gap[row] = -math.log(params.min_p) if params.min_p > 0 else math.inf
+        self.top_k[row] = int(top_k)
+        self.top_p[row] = float(params.top_p)
+        self.seeds[row] = int(seed)
+        if params.has_penalties:
+            self.repetition[row] = float(params.repetition_penalty)
+            self.presence[row] = float(params.presence_penalty)
+            self.frequency[row] = float(params.frequency_penalty)
+            self._rebuild_counts(row, prompt_token_ids, output_token_ids)
+
+    def _needs_of(self, params: SamplingParams, top_k: int) -> RowNeeds:
+        kind, width = Kind.PLAIN, 0
+        if params.is_greedy:
+            kind = Kind.GREEDY
+        elif top_k < self.vocab_size:
+            kind, width = (Kind.NARROW, top_k) if top_k <= NARROW_WIDTH else (Kind.WIDE, 0)
+        elif params.top_p < 1:
+            kind, width = Kind.NUCLEUS, min(NARROW_WIDTH, self.vocab_size)
+        stops: set[int] = set()
+        if params.min_tokens:
+            stops.update(params.stop_token_ids or ())
+            stops.update(() if params.ignore_eos else self._eos_token_ids)
+        return RowNeeds(
+            kind=kind,
+            width=width,
+            penalised=params.has_penalties,
+            min_tokens=params.min_tokens,
+            early_stops=tuple(sorted(stops)),
+        )
+
+    def _rebuild_counts(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        if not len(self.output_counts):
+            shape = (len(self._rows), self.vocab_size)
+            self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        prompt_ids = to_device(prompt, self.device)
+        output_ids = to_device(output, self.device)
+        self.in_prompt[row] = False
+        self.in_prompt[row].index_fill_(0, prompt_ids, True)
+        self.output_counts[row] = 0
+        ones = torch.ones_like(output_ids, dtype=torch.int32)
+        self.output_counts[row].index_add_(0, output_ids, ones)
+
+    def needs(self, rows: Sequence[int]) -> list[RowNeeds]:
+        """Return what each of `rows` takes, from the host's mirror."""
+        return [self._rows[row] for row in rows]
+
+    def penalise(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """Return `logits` [r, vocab] fp32 of `rows` [r] with the rows' penalties applied.
+
+        Repetition looks at prompt and output; presence and frequency at the output only.
+        """
+        counts = self.output_counts[rows]  # [r, vocab]
+        seen = self.in_prompt[rows] | (counts > 0)
+        repetition = self.repetition[rows, None]
+        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen, repeated, logits)
+        logits = logits - self.frequency[rows, None] * counts
+        return logits - self.presence[rows, None] * (counts > 0)
+
+    def record(self, rows: Tensor, tokens: Tensor) -> None:
+        """Count `tokens` [r] int64 as output of `rows` [r]; a token of -1 is none.
+
+        It runs on the device, so the next step sees the counts before the host has the tokens.
+        """
+        once = (tokens >= 0).to(torch.int32)
+        self.output_counts.index_put_((rows, tokens.clamp(min=0)), once, accumulate=True)
+
+
+def to_device(values: Sequence[int] | Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    """Return `values` as int64 on `device`, without waiting for the device."""
+    pinned = device.type == "cuda"  # a copy from pageable memory would wait
+    tensor = torch.tensor(values, dtype=torch.int64, pin_memory=pinned)
+    return tensor.to(device, non_blocking=True)
+
+
+def to_index(places: list[int], total: int, device: torch.device) -> Index:
+    """Return an index that takes `places`, in rising order, out of a batch of `total` rows."""
+    return slice(None) if len(places) == total else to_device(places, device)
