@@ -22,11 +22,11 @@ from tvr.contract import (
     SiluMulSpec,
 )
 from tvr.core.config import ModelConfig
-from tvr.core.ops import OpTable
 from tvr.core.parameters import LinearWeights
 
 if TYPE_CHECKING:
     from tvr.core.batch import ForwardBatch
+    from tvr.core.ops import OpTable
 
 #: Up to this many rows a product goes to the op bound for small batches.
 SMALL_BATCH_ROWS = 8

@@ -15,12 +15,12 @@ from tvr.core.buffers import Buffers
 from tvr.core.config import ModelConfig
 from tvr.core.kv_cache import KVCache
 from tvr.core.layers import MLP, Attention, Binding, Linear, RMSNorm
-from tvr.core.ops import OpTable
-from tvr.core.rope import build_cos_sin_cache
 from tvr.core.parameters import LayerWeights, LinearWeights, Weights
+from tvr.core.rope import build_cos_sin_cache
 
 if TYPE_CHECKING:
     from tvr.core.batch import ForwardBatch
+    from tvr.core.ops import OpTable
 
 
 class LlamaForCausalLM:
