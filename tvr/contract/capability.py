@@ -115,12 +115,13 @@ class BackendInfo:
 
     Attributes:
         name: unique short name, as used by `--backend` and in plugins.toml.
-        abi: (major, minor) of the contract it was written for.
+        abi: (major, minor) of the contract it was written for, spelt out: taken from the
+            installed tvr it would say nothing.
         ops: for each op it serves, boxes whose union is what it supports.
     """
 
     name: str
-    abi: tuple[int, int] = (ABI_MAJOR, ABI_MINOR)
+    abi: tuple[int, int]
     ops: Mapping[str, Sequence[Box]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

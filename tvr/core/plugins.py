@@ -20,6 +20,8 @@ from tvr.core.plugin_checks import Plugin, check_plugin, describe
 from tvr.core.plugin_config import PluginConfig
 from tvr.errors import AbiMismatch, BackendUnavailable, PluginError, PluginLoadError
 
+__all__ = ["Backend", "BackendManager", "PluginConfig"]
+
 OK = "ok"
 UNAVAILABLE = "unavailable"  # loaded, but its probe says it cannot run here
 FAILED = "failed"  # could not be loaded, or breaks the contract
@@ -53,8 +55,9 @@ class Backend:
 
     @property
     def info(self) -> BackendInfo:
-        """What it declares; nothing if it was not loaded."""
-        return self.plugin.info if self.plugin else BackendInfo(name=self.name)
+        """What it declares; only for a backend that was loaded."""
+        assert self.plugin is not None
+        return self.plugin.info
 
     def call(self, hook: str, **arguments: object) -> Any:  # noqa: ANN401
         """Call this backend's own `hook`; None if it has none."""
@@ -158,16 +161,16 @@ class BackendManager:
         if status == OK and not ranked and backend.name not in self.config.pins.values():
             status = NOT_LISTED
             reasons = ["is not in `order`; list it in plugins.toml or use --backend"]
-        abi = ".".join(map(str, backend.info.abi)) if backend.plugin else None
+        info = backend.plugin.info if backend.plugin else None
         return {
             "name": backend.name,
             "distribution": backend.distribution,
             "version": backend.version,
-            "abi": abi,
+            "abi": ".".join(map(str, info.abi)) if info else None,
             "status": status,
             "reasons": reasons,
             "notes": list(backend.notes),
-            "ops": [op for op in OPS if op in backend.info.ops],
+            "ops": [op for op in OPS if info and op in info.ops],
         }
 
     def _load_installed(self, candidates: list[Candidate]) -> None:

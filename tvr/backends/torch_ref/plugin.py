@@ -49,6 +49,7 @@ _ATTENTION_FIELDS = ("kv_dtype", "window", "softcap", "causal", "return_lse", "m
 
 _INFO = BackendInfo(
     name="torch",
+    abi=(1, 0),
     ops={
         "rms_norm": _boxes(cuda_graph=True),
         "add_rms_norm": _boxes(cuda_graph=True),
