@@ -81,21 +81,20 @@ class SamplingParams:
 
     def _check_stops(self) -> None:
         """Check both kinds of stop and keep copies: the caller may change the lists later."""
-        if self.stop is not None and not isinstance(self.stop, str):
-            if not isinstance(self.stop, list | tuple):
-                raise self._error("stop", "a string, a list of strings or None")
-            object.__setattr__(self, "stop", tuple(self.stop))
-        for text in self.stop_strings:
-            if not isinstance(text, str) or not text:
-                # An empty string would match before the first token.
-                raise self._error("stop", "made of strings that are not empty")
-        if self.stop_token_ids is not None:
-            if not isinstance(self.stop_token_ids, list | tuple | set | frozenset):
-                raise self._error("stop_token_ids", "a list of token ids or None")
-            object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-            for token_id in self.stop_token_ids:
-                if not _is_int(token_id) or token_id < 0:
-                    raise self._error("stop_token_ids", "made of integers of at least 0")
+        stop, ids = self.stop, self.stop_token_ids
+        if stop is not None and not isinstance(stop, str | list | tuple):
+            raise self._error("stop", "a string, a list of strings or None")
+        # An empty string would match before the first token.
+        if not all(isinstance(text, str) and text for text in self.stop_strings):
+            raise self._error("stop", "made of strings that are not empty")
+        if ids is not None and not isinstance(ids, list | tuple | set | frozenset):
+            raise self._error("stop_token_ids", "a list of token ids or None")
+        if not all(_is_int(token_id) and token_id >= 0 for token_id in ids or ()):
+            raise self._error("stop_token_ids", "made of integers of at least 0")
+        if stop is not None and not isinstance(stop, str):
+            object.__setattr__(self, "stop", tuple(stop))
+        if ids is not None:
+            object.__setattr__(self, "stop_token_ids", tuple(ids))
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raise `RequestError` if a stop token id is outside the model's vocabulary."""
@@ -109,7 +108,9 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings, none to many."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def is_greedy(self) -> bool:
