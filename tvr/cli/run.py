@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -81,8 +82,8 @@ def run(
     elif prompt is None and not sys.stdin.isatty():
         raise ConfigError("no PROMPT was given; write it in quotes, or '-' to read it from stdin")
 
-    from tvr.cli.plugins_file import find_plugins_file
     from tvr.core.engine import LLM
+    from tvr.core.plugin_config import find_config
 
     llm = LLM(
         model,
@@ -91,17 +92,17 @@ def run(
         device=device,
         max_model_len=max_model_len,
         load_format=load_format,
-        plugins=find_plugins_file(plugins),
+        plugins=find_config(plugins, os.environ),
         strict=strict,
     )
-    for line in llm.parts.ops.passed_over_lines():
-        print(f"tvr: {line}", file=sys.stderr)
+    for passed in llm.parts.ops.passed_over:
+        if passed.backend == backend:
+            reasons = "; ".join(passed.reasons)
+            print(f"tvr: {backend} does not serve {passed.op}: {reasons}", file=sys.stderr)
     has_template = llm.tokenizer is not None and llm.tokenizer.has_chat_template
     use_chat = has_template if chat is None else chat
     if system is not None and not use_chat:
         raise ConfigError("--system needs a chat; use it with --chat and a model with a template")
-    if llm.tokenizer is None:
-        raise ConfigError("the model directory has no tokenizer.json, so text cannot be read")
     dialogue = _Dialogue(llm, params, chat=use_chat, system=system)
     try:
         if prompt is not None:
@@ -161,7 +162,7 @@ def _answer(dialogue: _Dialogue, prompt: str, stats: bool) -> None:
         print_stats(dialogue.llm, output, most_blocks)
 
 
-def _text_writer():  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _text_writer() -> Callable[[str], None]:
     """Return a function that writes text at once, whatever stdout can encode."""
     encoding = sys.stdout.encoding or "utf-8"
 

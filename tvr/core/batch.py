@@ -8,16 +8,16 @@ stays on the device by row and is never rebuilt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tvr.contract import StepMeta
-from tvr.core.schedule import ScheduleOutput
-from tvr.core.sequence import Sequence
+from tvr.core.schedule_output import ScheduleOutput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,8 @@ class PackedStep:
     """One step as the host sends it.
 
     `data` is int32: rows [S], starts [S], q_lens [S], sampling entries [R], prefill token ids [P],
-    then table updates as three runs of [U]: row, index in the row, block id.
+    then table updates as three runs of [U]: row, index in the row, block id. The lists repeat what
+    the host needs to know of it without asking the device.
     """
 
     data: np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -56,6 +57,7 @@ class PackedStep:
     num_prefill_tokens: int
     seq_lens: list[int]
     q_lens: list[int]
+    sample_rows: list[int]
 
     @property
     def num_tokens(self) -> int:
@@ -64,13 +66,13 @@ class PackedStep:
 
 
 def pack_step(
-    output: ScheduleOutput, sequences: Mapping[str, Sequence], next_index: list[int]
+    output: ScheduleOutput, prefill_token_ids: Iterable[list[int]], next_index: list[int]
 ) -> PackedStep:
     """Return `output` packed for the device.
 
     Args:
         output: what the scheduler picked.
-        sequences: live sequences by request id; prefill chunks take their token ids from here.
+        prefill_token_ids: the token ids of each prefill chunk, in order.
         next_index: for each row, how many block ids its table row holds.
 
     Mutates: `next_index`.
@@ -95,10 +97,7 @@ def pack_step(
             table_blocks += e.new_block_ids
             next_index[row] = index + count
 
-    prefill_ids: list[int] = []
-    for e in entries[num_decodes:]:
-        prefill_ids += sequences[e.request_id].token_ids[e.start : e.start + e.num_tokens]
-
+    prefill_ids = list(chain.from_iterable(prefill_token_ids))
     packed = rows + starts + q_lens + sampling + prefill_ids
     packed += table_rows + table_indices + table_blocks
     return PackedStep(
@@ -109,6 +108,7 @@ def pack_step(
         num_prefill_tokens=len(prefill_ids),
         seq_lens=[s + n for s, n in zip(starts, q_lens, strict=True)],
         q_lens=q_lens,
+        sample_rows=[rows[i] for i in sampling],
     )
 
 

@@ -19,7 +19,8 @@ from tvr.core.request import Completion, Request
 from tvr.core.runner import ModelRunner, Pending, RowState
 from tvr.core.sampler import child_seed
 from tvr.core.sampling_params import SamplingParams
-from tvr.core.scheduler import Result, ScheduleOutput, Scheduler, SequenceUpdate
+from tvr.core.schedule_output import Result, ScheduleOutput, SequenceUpdate
+from tvr.core.scheduler import Scheduler
 from tvr.errors import ConfigError, RequestError
 
 
@@ -135,7 +136,7 @@ class LLM:
         vocab_size = self.parts.model_config.vocab_size
         text, token_ids = prompt_token_ids(prompt, self.tokenizer, vocab_size)
         params.check_vocab(vocab_size)
-        if params.stop and self.tokenizer is None:
+        if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and the checkpoint has none")
         max_new = self.limits.max_model_len - len(token_ids)
         max_tokens = max_new if params.max_tokens is None else min(params.max_tokens, max_new)
@@ -154,6 +155,7 @@ class LLM:
                 seeds=[child_seed(seed, i) for i in range(params.n)],
                 max_tokens=max_tokens,
                 tokenizer=self.tokenizer,
+                eos_token_ids=self.parts.eos_token_ids,
             )
             sequence_ids = [c.sequence.request_id for c in request.completions]
             taken = [i for i in (request_id, *sequence_ids) if self._is_live(i)]
@@ -162,7 +164,11 @@ class LLM:
                     f"request id {taken[0]!r} is in use by an unfinished request; "
                     "wait for it to finish or choose another id"
                 )
-            self._scheduler.check(request.completions[0].sequence)
+            request.completions[0].sequence.set_limits(
+                max_model_len=self.limits.max_model_len,
+                num_blocks=self.limits.num_blocks,
+                block_size=self.limits.block_size,
+            )
             self._requests[request_id] = request
             for completion in request.completions:
                 self._completions[completion.sequence.request_id] = (request, completion)
@@ -236,7 +242,12 @@ class LLM:
                     output_token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
                 )
             )
-        packed = pack_step(output, self._scheduler.sequences, self._next_index)
+        prefills = output.entries[output.num_decodes :]
+        token_ids = [
+            self._completions[e.request_id][1].sequence.token_ids[e.start : e.start + e.num_tokens]
+            for e in prefills
+        ]
+        packed = pack_step(output, token_ids, self._next_index)
         try:
             return self._runner.submit(packed, resets)
         except Exception as error:
@@ -270,7 +281,7 @@ class LLM:
             if found is None:
                 continue  # its request was aborted while the step was in flight
             request, completion = found
-            if request.apply(completion, update) == "stop":
+            if request.apply(completion, update):
                 self._scheduler.finish(update.sequence.request_id, "stop")
             grown[request.request_id] = request.output
             if request.output.finished:
@@ -298,7 +309,7 @@ class LLM:
             RequestError: some prompt can never be served; nothing is started then.
         """
         many = isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
-        batch: list[Any] = list(prompts) if many else [prompts]  # type: ignore[arg-type]
+        batch: list[Any] = list(prompts) if many else [prompts]
         params = sampling_params if isinstance(sampling_params, list) else [sampling_params]
         if not isinstance(sampling_params, list):
             params = params * len(batch)
@@ -385,7 +396,7 @@ class LLM:
             "num_running": self._scheduler.num_running,
             "num_waiting": self._scheduler.num_waiting,
             "num_blocks": self.limits.num_blocks,
-            "num_used_blocks": blocks.num_used,
+            "num_used_blocks": blocks.counts().used,
         }
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tvr.contract import Bounds, DeviceFacts
+from tvr.contract import ArgmaxSpec, Bounds, DeviceFacts
 from tvr.core.batch import DeviceTables
 from tvr.core.config import ModelConfig
 from tvr.core.engine_config import EngineConfig
@@ -26,7 +26,7 @@ from tvr.core.memory import (
     step_limits,
 )
 from tvr.core.ops import OpTable
-from tvr.core.plugin_config import PluginConfig
+from tvr.core.plugin_config import PluginConfig, find_config
 from tvr.core.plugins import BackendManager
 from tvr.core.profile import profile_peak_bytes
 from tvr.core.runner import ModelRunner
@@ -42,6 +42,7 @@ class EngineParts:
 
     model_config: ModelConfig
     tokenizer: Tokenizer | None
+    eos_token_ids: frozenset[int]
     ops: OpTable
     runner: ModelRunner
     limits: Limits
@@ -81,18 +82,34 @@ def device_facts(device: str) -> DeviceFacts:
     return DeviceFacts(type="cuda", index=index, sm=major * 10 + minor, name=name)
 
 
-def bind_table(
+def resolve_dtype(config: EngineConfig, model: ModelConfig, device_type: str) -> str:
+    """Return the dtype that "auto" stands for, or the one asked for."""
+    if config.dtype != "auto":
+        return config.dtype
+    # Half precision on a CPU is slower and less exact, so it is taken only when asked for.
+    return "float32" if device_type == "cpu" else model.dtype
+
+
+def load_backends(
     config: EngineConfig,
     device: DeviceFacts,
     plugins: str | PathLike[str] | Iterable[object] | None,
-) -> OpTable:
-    """Return the op table for `plugins` (see `LLM`), with `config.backend` first."""
-    if plugins is None or isinstance(plugins, (str, PathLike)):
-        manager = BackendManager(PluginConfig.load(plugins), device=device)
-    else:
-        manager = BackendManager(PluginConfig.load(None), plugins=plugins, device=device)
-    backend = None if config.backend == "auto" else config.backend
-    return OpTable(manager, device, strict=config.strict, backend=backend)
+) -> tuple[BackendManager, OpTable]:
+    """Return the backends for `plugins` (see `LLM`), and a table with `config.backend` first.
+
+    Raises:
+        PluginError: the plug-in configuration is at fault.
+        BackendUnavailable: `config.backend` cannot run here.
+    """
+    named: str | None = None
+    given: tuple[object, ...] = ()
+    if isinstance(plugins, (str, PathLike)):
+        named = str(plugins)
+    elif plugins is not None:
+        given = tuple(plugins)
+    path = find_config(named, {})
+    manager = BackendManager(PluginConfig.load(path), plugins=given, device=device)
+    return manager, OpTable(manager, device, strict=config.strict, backend=config.backend)
 
 
 def load_engine(
@@ -109,17 +126,12 @@ def load_engine(
     path = Path(model)
     model_config = ModelConfig.from_dir(path)
     device = device_facts(config.device)
-    dtype = config.dtype
-    if dtype == "auto":
-        # Half precision on a CPU is slower and less exact, so it is taken only when asked for.
-        dtype = "float32" if device.type == "cpu" else model_config.dtype
+    dtype = resolve_dtype(config, model_config, device.type)
     seqs, tokens = step_limits(config, device.type)
     dummy = config.load_format == "dummy"
-    tokenizer = None
-    if not dummy or (path / "tokenizer.json").exists():
-        tokenizer = Tokenizer.from_dir(path)
-    ops = bind_table(config, device, plugins)
-
+    # Token ids in, token ids out needs no tokenizer.
+    tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").exists() else None
+    _, ops = load_backends(config, device, plugins)
     where = torch.device(str(device))
     if device.type == "cuda":
         # The current device of this thread is where every allocation and launch goes.
@@ -136,7 +148,7 @@ def load_engine(
             weights = dummy_weights(model_config, dtype=dtype, device=where, seed=config.seed)
         else:
             weights = load_weights(path, model_config, dtype=dtype, device=where)
-        model = LlamaForCausalLM(
+        llama = LlamaForCausalLM(
             model_config,
             weights,
             ops,
@@ -150,9 +162,15 @@ def load_engine(
             max_seq_len=context,
             max_q_len=min(tokens, context),
         )
+        argmax_spec = ArgmaxSpec(
+            dtype=dtype,
+            batch_invariant=config.batch_invariant,
+            vocab_size=model_config.vocab_size,
+        )
+        argmax = ops.bind(argmax_spec).run
         ops.allocate(bounds)
         if device.type == "cuda" and config.num_blocks is None:
-            peak = profile_peak_bytes(model, ops, bounds, config.block_size, where)
+            peak = profile_peak_bytes(llama, ops, argmax, bounds, config.block_size, where)
             memory = cuda_pool_bytes(config, where, peak)
             num_blocks, context = size_pool(
                 config, model_config, dtype=dtype, pool_bytes=memory, contexts=contexts
@@ -163,11 +181,15 @@ def load_engine(
         tables = DeviceTables(
             num_rows=seqs, max_model_len=context, block_size=config.block_size, device=where
         )
-        sampler = SamplerState(seqs, model_config.vocab_size, where)
-        runner = ModelRunner(model, ops, kv_cache, tables, sampler)
+        eos_ids = set(model_config.eos_token_ids)
+        if tokenizer is not None:
+            eos_ids |= tokenizer.eos_token_ids
+        sampler = SamplerState(seqs, model_config.vocab_size, where, eos_token_ids=eos_ids)
+        runner = ModelRunner(llama, ops, argmax, kv_cache, tables, sampler)
     return EngineParts(
         model_config=model_config,
         tokenizer=tokenizer,
+        eos_token_ids=frozenset(eos_ids),
         ops=ops,
         runner=runner,
         limits=Limits(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from tvr.contract import Bounds
 from tvr.core.batch import DeviceTables, PackedStep
@@ -41,12 +44,14 @@ def prefill_step(lengths: list[int], block_size: int) -> PackedStep:
         num_prefill_tokens=sum(lengths),
         seq_lens=list(lengths),
         q_lens=list(lengths),
+        sample_rows=rows.tolist(),
     )
 
 
 def profile_peak_bytes(
     model: LlamaForCausalLM,
     ops: OpTable,
+    argmax: Callable[..., Tensor],
     bounds: Bounds,
     block_size: int,
     device: torch.device,
@@ -73,7 +78,7 @@ def profile_peak_bytes(
         device=device,
     )
     sampler = SamplerState(bounds.max_num_seqs, model.config.vocab_size, device)
-    runner = ModelRunner(model, ops, kv_cache, tables, sampler)
+    runner = ModelRunner(model, ops, argmax, kv_cache, tables, sampler)
     params = SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.5)
     torch.cuda.reset_peak_memory_stats(device)
     for step in steps:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tvr.core.detokenizer import IncrementalDetokenizer
 from tvr.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from tvr.core.sampling_params import SamplingParams
-from tvr.core.scheduler import SequenceUpdate
+from tvr.core.schedule_output import SequenceUpdate
 from tvr.core.sequence import Sequence
 from tvr.core.stop import StopMatcher, resolve_stops
 from tvr.core.tokenizer import Tokenizer
@@ -41,6 +41,7 @@ class Request:
         seeds: list[int],
         max_tokens: int,
         tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
     ) -> None:
         """Build the request's sequences.
 
@@ -52,18 +53,21 @@ class Request:
             seeds: one for each of the `params.n` answers.
             max_tokens: most new tokens, already limited by the context.
             tokenizer: None: outputs carry token ids only.
+            eos_token_ids: the model's.
         """
         self.request_id = request_id
         self.params = params
-        strings = list(params.stop)
-        stop_ids = set(params.stop_token_ids)
-        eos_ids: frozenset[int] = frozenset()
+        strings: list[str] = []
+        #: Why a token of this id ended an answer; EOS ids that the user did not name have none.
+        self._stop_reasons: dict[int, int | str] = {i: i for i in params.stop_token_ids or ()}
         if tokenizer is not None:
-            strings, special_ids = resolve_stops(tokenizer, strings)
-            stop_ids |= set(special_ids)
-            eos_ids = tokenizer.eos_token_ids
-        #: Ids that end a sequence without being named by the user: no stop_reason.
-        self._silent_stop_ids = frozenset() if params.ignore_eos else eos_ids - stop_ids
+            strings, special = resolve_stops(
+                tokenizer, params.stop, skip_special_tokens=params.skip_special_tokens
+            )
+            self._stop_reasons.update(special)
+        stop_ids = frozenset(self._stop_reasons)
+        if not params.ignore_eos:
+            stop_ids |= eos_token_ids
         self.completions: list[Completion] = []
         for index in range(params.n):
             sequence = Sequence(
@@ -71,13 +75,15 @@ class Request:
                 prompt_token_ids,
                 max_tokens=max_tokens,
                 min_tokens=params.min_tokens,
-                stop_token_ids=frozenset(stop_ids) | self._silent_stop_ids,
+                stop_token_ids=stop_ids,
                 parent_id=None if index == 0 else self.completions[0].sequence.request_id,
             )
             detokenizer = None
             if tokenizer is not None:
                 detokenizer = IncrementalDetokenizer(
-                    tokenizer, skip_special_tokens=params.skip_special_tokens
+                    tokenizer,
+                    skip_special_tokens=params.skip_special_tokens,
+                    prompt_token_ids=prompt_token_ids,
                 )
             self.completions.append(
                 Completion(
@@ -96,57 +102,67 @@ class Request:
             metrics=RequestMetrics(arrival_time=time.monotonic()),
         )
 
-    def apply(self, completion: Completion, update: SequenceUpdate) -> str | None:
+    def apply(self, completion: Completion, update: SequenceUpdate) -> bool:
         """Add a step's result to the outputs.
 
         Returns:
-            "stop" where a stop string ended the sequence and the scheduler must be told, else None.
+            Whether a stop string ended the sequence, which the scheduler cannot know.
 
         Mutates: `output`.
         """
-        out = completion.output
+        out, token, reason = completion.output, update.token, update.finish_reason
         if out.finish_reason is not None:  # a stop string ended it while this step was in flight
-            return None
-        metrics = self.output.metrics
-        token, reason = update.token, update.finish_reason
-        stopped: str | None = None
-        if token is not None:
-            now = time.monotonic()
-            if metrics.first_token_time is None:
-                metrics.first_token_time = now
-                self.output.num_cached_tokens = completion.sequence.num_cached_tokens
-            out.token_ids.append(token)
-            by_token = reason == "stop"
-            if by_token and token not in self._silent_stop_ids:
-                out.stop_reason = token
-            if completion.detokenizer is not None and (
-                not by_token or self.params.include_stop_str_in_output
-            ):
-                text, stopped = completion.stops.push(completion.detokenizer.push(token))
-                out.text += text
-        if stopped is not None:
-            out.stop_reason = stopped
-            self._finish(completion, "stop")
-            # The scheduler may have ended it by the same token.
-            return "stop" if reason is None else None
-        if reason is not None:
-            if completion.detokenizer is not None:
-                text, stopped = completion.stops.push(completion.detokenizer.flush())
-                out.text += text if stopped is not None else text + completion.stops.flush()
+            return False
+        if token is None:
             out.error = update.error
+        else:
+            if self.output.metrics.first_token_time is None:
+                self.output.metrics.first_token_time = time.monotonic()
+                self.output.num_cached_tokens = completion.sequence.num_cached_tokens
+            by_token = reason == "stop"
+            if by_token:
+                out.stop_reason = self._stop_reasons.get(token)
+            text, stopped = self._text_of(completion, token, by_token)
+            out.append(token, text)
+            if stopped is not None:
+                out.stop_reason = stopped
+                self._finish(completion, "stop")
+                return reason is None
+        if reason is not None:
+            self._flush(completion)
             self._finish(completion, reason)
-        return None
+        return False
+
+    def _text_of(
+        self, completion: Completion, token: int, by_token: bool
+    ) -> tuple[str, str | None]:
+        """Return the text that `token` releases, and the stop string met in it."""
+        if completion.detokenizer is None:
+            return "", None
+        if by_token and not self.params.include_stop_str_in_output:
+            return "", None
+        text = completion.detokenizer.push(token)
+        if len(completion.output.token_ids) + 1 < self.params.min_tokens:
+            return text, None  # too early for any stop
+        return completion.stops.push(text)
+
+    def _flush(self, completion: Completion) -> None:
+        """Release what was held back: bytes that make no character, the beginning of a stop."""
+        if completion.detokenizer is not None:
+            text, stopped = completion.stops.push(completion.detokenizer.flush())
+            completion.output.append_text(text)
+            if stopped is None:
+                completion.output.append_text(completion.stops.flush())
 
     def _finish(self, completion: Completion, reason: str) -> None:
         completion.output.finish_reason = reason
-        if all(c.output.finish_reason is not None for c in self.completions):
+        if all(c.output.finished for c in self.completions):
             self.output.finished = True
             self.output.metrics.finished_time = time.monotonic()
 
     def abort(self) -> None:
-        """Mark every unfinished answer as aborted. Mutates: `output`."""
+        """End every unfinished answer. Mutates: `output`."""
         for completion in self.completions:
-            if completion.output.finish_reason is None:
-                if completion.detokenizer is not None:
-                    completion.output.text += completion.stops.flush()
+            if not completion.output.finished:
+                self._flush(completion)
                 self._finish(completion, "abort")

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tvr.contract import ArgmaxSpec
 from tvr.core.batch import DeviceTables, PackedStep
 from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
@@ -45,6 +44,7 @@ class ModelRunner:
         self,
         model: LlamaForCausalLM,
         ops: OpTable,
+        argmax: Callable[..., Tensor],
         kv_cache: KVCache,
         tables: DeviceTables,
         sampler: SamplerState,
@@ -57,9 +57,7 @@ class ModelRunner:
         self._device = tables.device
         num_rows = tables.last_token.shape[0]
         self._prompt_lens = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
-        self._argmax = ops.bind(
-            ArgmaxSpec(dtype=model.logits_dtype, vocab_size=model.config.vocab_size)
-        ).run
+        self._argmax = argmax
         self._worker: ThreadPoolExecutor | None = None
         if self._device.type == "cpu":
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="tvr-cpu-device")
@@ -109,7 +107,14 @@ class ModelRunner:
         logits = self._model.compute_logits(hidden)  # [R, vocab]
         # The token after position p is output number p + 1 - prompt length.
         output_positions = batch.positions[batch.logit_rows] + 1 - self._prompt_lens[rows]
-        tokens = sample(logits, self._sampler, rows, output_positions, self._argmax)
+        tokens = sample(
+            logits,
+            self._sampler,
+            rows,
+            output_positions,
+            self._argmax,
+            host_rows=packed.sample_rows,
+        )
         # A row without a valid logit gives -1, whose request will end; until then its next
         # step may already be in flight and must not index the embedding with it.
         self._tables.last_token[rows] = tokens.clamp(min=0)
