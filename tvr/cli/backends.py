@@ -113,8 +113,6 @@ def _print_backends(data: dict[str, Any]) -> None:
     for *cells, ops in rows:
         padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
         typer.echo("  ".join([*padded, ops]))
-            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
-        )
     for b in data["backends"]:
         for reason in [*b["reasons"], *b["notes"]]:
             typer.echo(f"{b['name']}: {reason}")
