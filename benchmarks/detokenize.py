@@ -1,7 +1,7 @@
 """Host cost of turning tokens into output: detokenise, match stop strings, append to the output.
 
-Prints the median microseconds of processor time per token at 100 and at 8,000 tokens; the two agree, as the cost of
-a token does not depend on how many came before it. Goal: 2 us.
+Prints the median microseconds of processor time per token at 100 and at 8,000 tokens; the two
+agree, as the cost of a token does not depend on how many came before it. Goal: 2 us.
 
     python benchmarks/detokenize.py [--tokenizer DIR] [--stop STRING] [--repeats N]
 """
