@@ -22,6 +22,7 @@ class PagedRun:
         block_size: tokens in a block.
         num_blocks: blocks in the pool.
         first_position: absolute position of every sequence's first token.
+        all_logits: compute those of every new token, or only of the last of each sequence.
         seed: of the order of blocks.
     """
 
@@ -32,6 +33,7 @@ class PagedRun:
         block_size: int = 16,
         num_blocks: int = 64,
         first_position: int = 0,
+        all_logits: bool = True,
         seed: int = 0,
     ) -> None:
         self.model = model
@@ -43,6 +45,7 @@ class PagedRun:
                 pool.fill_(torch.nan)
         self._block_size = block_size
         self._first_position = first_position
+        self._all_logits = all_logits
         self._free = list(range(num_blocks))
         random.Random(seed).shuffle(self._free)
         self._blocks: dict[int, list[int]] = {}
@@ -57,7 +60,7 @@ class PagedRun:
         """Compute one more token of some sequences and a chunk of others, in one step.
 
         Returns:
-            For each sequence id the logits [new tokens, vocab] of all its new tokens.
+            For each sequence id the logits [n, vocab] of its new tokens, or of the last one.
         """
         chunks = [(i, [token]) for i, token in (decode or {}).items()]
         num_decodes = len(chunks)
@@ -65,7 +68,7 @@ class PagedRun:
         batch = self._batch(chunks, num_decodes)
         hidden = self.model.forward(batch, self.cache)
         logits = self.model.compute_logits(hidden)
-        parts = torch.split(logits, [len(tokens) for _, tokens in chunks])
+        parts = torch.split(logits, [len(t) if self._all_logits else 1 for _, t in chunks])
         return {i: part for (i, _), part in zip(chunks, parts, strict=True)}
 
     def _batch(self, chunks: list[tuple[int, list[int]]], num_decodes: int) -> ForwardBatch:
@@ -84,15 +87,17 @@ class PagedRun:
                 block, offset = divmod(at, self._block_size)
                 slots.append(blocks[block] * self._block_size + offset)
         decodes, prefills = chunks[:num_decodes], chunks[num_decodes:]
+        step = self._meta(chunks)
+        last_rows = step.cu_seqlens_q[1:].long() - 1
         return ForwardBatch(
             input_ids=torch.tensor(input_ids),
             positions=torch.tensor(positions),
             slot_mapping=torch.tensor(slots),
-            step=self._meta(chunks),
+            step=step,
             decode=self._meta(decodes) if decodes else None,
             prefill=self._meta(prefills) if prefills else None,
             num_decode_tokens=num_decodes,
-            logit_rows=torch.arange(len(input_ids)),
+            logit_rows=torch.arange(len(input_ids)) if self._all_logits else last_rows,
         )
 
     def _meta(self, chunks: list[tuple[int, list[int]]]) -> StepMeta:

@@ -6,27 +6,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tvr.backends.torch_ref import plugin
 from tvr.contract import BoundOp, DeviceFacts, OpSpec
+from tvr.core.ops import OpTable
+from tvr.core.plugins import BackendManager
 
 #: Given the right `run` and the spec, returns the `run` to use.
 Wrap = Callable[[Callable[..., Any], OpSpec], Callable[..., Any]]
 
+CPU = DeviceFacts(type="cpu")
 
-class ReferenceTable:
-    """Binds every spec to the torch reference, without plug-in discovery.
+
+class WrappedTable(OpTable):
+    """A table of the reference's ops on the CPU.
 
     Args:
         wraps: for an op's name, what to make of its `run`.
+
+    Attributes:
+        specs: every spec asked for, in order.
     """
 
     def __init__(self, wraps: Mapping[str, Wrap] | None = None) -> None:
+        super().__init__(BackendManager(device=CPU), CPU, backend="torch")
         self._wraps = dict(wraps or {})
-        self._device = DeviceFacts(type="cpu")
+        self.specs: list[OpSpec] = []
 
     def bind(self, spec: OpSpec) -> BoundOp:
         """Return the reference's op for `spec`, wrapped if asked for."""
-        bound: BoundOp | None = getattr(plugin, f"tvr_bind_{spec.op}")(spec, self._device)
-        assert bound is not None, f"the reference must serve {spec}"
+        self.specs.append(spec)
+        bound = super().bind(spec)
         wrap = self._wraps.get(spec.op)
         return replace(bound, run=wrap(bound.run, spec)) if wrap else bound

@@ -33,7 +33,7 @@ SMALL_BATCH_ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Binding:
+class BuildContext:
     """What every part needs to bind its ops."""
 
     ops: OpTable
@@ -46,20 +46,20 @@ class Binding:
 class Linear:
     """`x @ weight.T (+ bias)`, by a small-batch op up to `SMALL_BATCH_ROWS` rows."""
 
-    def __init__(self, to: Binding, weights: LinearWeights) -> None:
+    def __init__(self, ctx: BuildContext, weights: LinearWeights) -> None:
         self.out_features, in_features = weights.weight.shape
         spec = LinearSpec(
-            dtype=to.dtype,
-            batch_invariant=to.batch_invariant,
+            dtype=ctx.dtype,
+            batch_invariant=ctx.batch_invariant,
             in_features=in_features,
             out_features=self.out_features,
             bias=weights.bias is not None,
         )
-        self._general = _PackedLinear(to.ops, spec, weights)
+        self._general = _PackedLinear(ctx.ops, spec, weights)
         self._small = self._general
         # Two ops round differently, so batch invariance allows only one.
-        if not to.batch_invariant:
-            self._small = _PackedLinear(to.ops, replace(spec, max_rows=SMALL_BATCH_ROWS), weights)
+        if not ctx.batch_invariant:
+            self._small = _PackedLinear(ctx.ops, replace(spec, max_rows=SMALL_BATCH_ROWS), weights)
 
     def __call__(self, x: Tensor, *, out: Tensor) -> Tensor:
         """x [rows, in], out [rows, out]."""
@@ -85,14 +85,14 @@ class _PackedLinear:
 class RMSNorm:
     """`x / sqrt(mean(x^2) + eps) * weight`, alone or after adding to the residual."""
 
-    def __init__(self, to: Binding, weight: Tensor) -> None:
+    def __init__(self, ctx: BuildContext, weight: Tensor) -> None:
         self._weight = weight
-        self._eps = to.config.rms_norm_eps
-        size, invariant = weight.shape[0], to.batch_invariant
-        norm = RmsNormSpec(dtype=to.dtype, batch_invariant=invariant, hidden_size=size)
-        add_norm = AddRmsNormSpec(dtype=to.dtype, batch_invariant=invariant, hidden_size=size)
-        self._norm = to.ops.bind(norm).run
-        self._add_norm = to.ops.bind(add_norm).run
+        self._eps = ctx.config.rms_norm_eps
+        size, invariant = weight.shape[0], ctx.batch_invariant
+        norm = RmsNormSpec(dtype=ctx.dtype, batch_invariant=invariant, hidden_size=size)
+        add_norm = AddRmsNormSpec(dtype=ctx.dtype, batch_invariant=invariant, hidden_size=size)
+        self._norm = ctx.ops.bind(norm).run
+        self._add_norm = ctx.ops.bind(add_norm).run
 
     def __call__(self, x: Tensor, *, out: Tensor) -> None:
         """x, out [rows, hidden]."""
@@ -106,23 +106,23 @@ class RMSNorm:
 class Attention:
     """Rotate q and k, store k and v in the cache, attend to the cache."""
 
-    def __init__(self, to: Binding, cos_sin_cache: Tensor) -> None:
+    def __init__(self, ctx: BuildContext, cos_sin_cache: Tensor) -> None:
         """cos_sin_cache: [max_position, D] fp32."""
-        config = to.config
+        config = ctx.config
         self._cos_sin_cache = cos_sin_cache
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._scale = config.head_dim**-0.5
         shape: dict[str, Any] = {
-            "dtype": to.dtype,
-            "batch_invariant": to.batch_invariant,
+            "dtype": ctx.dtype,
+            "batch_invariant": ctx.batch_invariant,
             "num_heads": config.num_heads,
             "num_kv_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
-            "block_size": to.block_size,
+            "block_size": ctx.block_size,
         }
-        self._rope_kv_write = to.ops.bind(RopeKvWriteSpec(**shape)).run
-        self._decode = to.ops.bind(AttentionDecodeSpec(**shape)).run
-        self._prefill = to.ops.bind(AttentionPrefillSpec(**shape)).run
+        self._rope_kv_write = ctx.ops.bind(RopeKvWriteSpec(**shape)).run
+        self._decode = ctx.ops.bind(AttentionDecodeSpec(**shape)).run
+        self._prefill = ctx.ops.bind(AttentionPrefillSpec(**shape)).run
 
     def __call__(
         self, qkv: Tensor, batch: ForwardBatch, kv: tuple[Tensor, Tensor], *, out: Tensor
@@ -146,15 +146,15 @@ class Attention:
 class MLP:
     """`down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, to: Binding, gate_up: LinearWeights, down: LinearWeights) -> None:
-        self._gate_up = Linear(to, gate_up)
-        self._down = Linear(to, down)
+    def __init__(self, ctx: BuildContext, gate_up: LinearWeights, down: LinearWeights) -> None:
+        self._gate_up = Linear(ctx, gate_up)
+        self._down = Linear(ctx, down)
         spec = SiluMulSpec(
-            dtype=to.dtype,
-            batch_invariant=to.batch_invariant,
-            intermediate_size=to.config.intermediate_size,
+            dtype=ctx.dtype,
+            batch_invariant=ctx.batch_invariant,
+            intermediate_size=ctx.config.intermediate_size,
         )
-        self._silu_mul = to.ops.bind(spec).run
+        self._silu_mul = ctx.ops.bind(spec).run
 
     def __call__(self, x: Tensor, *, gate_up: Tensor, product: Tensor, out: Tensor) -> None:
         """x, out [T, hidden]; scratch: gate_up [T, 2 * I], product [T, I]."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from tvr.core.buffers import Buffers
 from tvr.core.config import ModelConfig
 from tvr.core.kv_cache import KVCache
-from tvr.core.layers import MLP, Attention, Binding, Linear, RMSNorm
+from tvr.core.layers import MLP, Attention, BuildContext, Linear, RMSNorm
 from tvr.core.parameters import LayerWeights, LinearWeights, Weights
 from tvr.core.rope import build_cos_sin_cache
 
@@ -52,18 +52,18 @@ class LlamaForCausalLM:
         self.config = config
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
-        to = Binding(
+        ctx = BuildContext(
             ops=ops,
             config=config,
             dtype=str(self.dtype).removeprefix("torch."),
             block_size=block_size,
             batch_invariant=batch_invariant,
         )
-        attention = Attention(to, build_cos_sin_cache(config, max_position).to(self.device))
+        attention = Attention(ctx, build_cos_sin_cache(config, max_position).to(self.device))
         self._embedding = weights.embedding
-        self._layers = [DecoderLayer(to, layer, attention) for layer in weights.layers]
-        self._norm = RMSNorm(to, weights.norm)
-        self._lm_head = Linear(to, LinearWeights(weight=weights.lm_head, bias=None))
+        self._layers = [DecoderLayer(ctx, layer, attention) for layer in weights.layers]
+        self._norm = RMSNorm(ctx, weights.norm)
+        self._lm_head = Linear(ctx, LinearWeights(weight=weights.lm_head, bias=None))
         self._buffers = Buffers.allocate(config, 0, self.dtype, self.device)
 
     @property
@@ -104,13 +104,13 @@ class LlamaForCausalLM:
 class DecoderLayer:
     """Attention, then MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, to: Binding, weights: LayerWeights, attention: Attention) -> None:
-        self._input_norm = RMSNorm(to, weights.input_norm)
-        self._qkv = Linear(to, weights.qkv)
+    def __init__(self, ctx: BuildContext, weights: LayerWeights, attention: Attention) -> None:
+        self._input_norm = RMSNorm(ctx, weights.input_norm)
+        self._qkv = Linear(ctx, weights.qkv)
         self._attention = attention
-        self._o = Linear(to, weights.o)
-        self._post_attention_norm = RMSNorm(to, weights.post_attention_norm)
-        self._mlp = MLP(to, weights.gate_up, weights.down)
+        self._o = Linear(ctx, weights.o)
+        self._post_attention_norm = RMSNorm(ctx, weights.post_attention_norm)
+        self._mlp = MLP(ctx, weights.gate_up, weights.down)
 
     def __call__(
         self,

@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tvr.core.checkpoint import DTYPE_NAMES, TensorInfo, model_dir, read_headers, shorten
-from tvr.core.config import ModelConfig
+from tvr.core.config import DTYPE_BYTES, ModelConfig
 from tvr.core.parameters import Weights
-from tvr.errors import CheckpointError
+from tvr.errors import CapacityError, CheckpointError
 
 __all__ = ["Progress", "Weights", "dummy_weights", "load_weights"]
 
@@ -45,6 +45,7 @@ def load_weights(
     Raises:
         CheckpointError: a file or tensor that is missing, damaged, misshapen, unknown or, in a
             narrower `dtype`, out of range.
+        CapacityError: the device has not the memory.
     """
     path = model_dir(path)
     headers = read_headers(path)
@@ -57,7 +58,7 @@ def load_weights(
             files = {f: stack.enter_context(safe_open(f, framework="pt")) for f in by_file}
         except (OSError, SafetensorError) as e:
             raise CheckpointError(f"a file of {path} cannot be opened: {e}") from e
-        weights = Weights.empty(config, dtype, device)
+        weights = _allocate(config, dtype, device)
         slots = dict(weights.slots(config))
         done, total = 0, sum(headers[stored].num_bytes for stored in places.values())
         for file, names in by_file.items():
@@ -77,10 +78,13 @@ def dummy_weights(
 
     They depend on `seed` and the shapes alone: the noise is drawn on the CPU, once, and every
     tensor is tiled with it from an offset of its own, which is fast for models of any size.
+
+    Raises:
+        CapacityError: the device has not the memory.
     """
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(_NOISE_SIZE, generator=generator).to(device)
-    weights = Weights.empty(config, dtype, device)
+    weights = _allocate(config, dtype, device)
     for name, slot in weights.slots(config):
         offset = int(torch.randint(_NOISE_SIZE, (), generator=generator))
         flat = slot.view(-1)  # slots are whole rows, so contiguous
@@ -92,6 +96,17 @@ def dummy_weights(
         else:
             slot.mul_(0.1 if slot.dim() == 1 else slot.shape[1] ** -0.5)
     return weights
+
+
+def _allocate(config: ModelConfig, dtype: str, device: torch.device | str) -> Weights:
+    try:
+        return Weights.empty(config, dtype, device)
+    # A CUDA OutOfMemoryError is a RuntimeError; on CPU the allocator raises a bare one.
+    except RuntimeError as e:
+        size = config.num_parameters * DTYPE_BYTES[dtype] / 2**30
+        raise CapacityError(
+            f"the weights take {size:.1f} GiB in {dtype}, which {device} does not have ({e})"
+        ) from e
 
 
 def _match(path: Path, config: ModelConfig, headers: Mapping[str, TensorInfo]) -> dict[str, str]:
