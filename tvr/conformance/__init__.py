@@ -1,0 +1,9 @@
+"""The conformance suite: does a backend keep the contract, and how would one know?"""
+
+from __future__ import annotations
+
+from tvr.conformance.ledger import Check, CheckFailed, CheckResult
+from tvr.conformance.report import format_results
+from tvr.conformance.suite import CHECKS, check_backend
+
+__all__ = ["CHECKS", "Check", "CheckFailed", "CheckResult", "check_backend", "format_results"]

@@ -1,0 +1,204 @@
+"""Claims that hold for every op, whatever it computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from tvr.conformance.inputs import make_call
+from tvr.conformance.judge import same_bits
+from tvr.conformance.ledger import Check, CheckFailed
+from tvr.conformance.subject import WRITES, Call
+from tvr.contract import OPS, StepMeta
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tvr.conformance.cases import Case
+    from tvr.conformance.subject import Subject
+
+#: Arguments with one row for each token.
+TOKEN_ARGS = frozenset(
+    {"x", "residual", "q", "k", "v", "positions", "slot_mapping", "logits"}
+    | {"out", "residual_out", "q_out", "k_out", "lse"}
+)
+_STRIDABLE = frozenset({"x", "residual", "q", "k", "v", "logits"})
+_GUARD = 64  # elements on either side; a multiple of 16 bytes in every dtype
+_SENTINEL = 77
+_ROW_OPS = ("rms_norm", "add_rms_norm", "rope", "silu_mul", "linear", "argmax")
+
+
+def rows_of(call: Call, rows: slice | list[int]) -> Call:
+    """Return a copy of a call (of any op but attention) with some of its rows."""
+    args = {
+        name: value[rows].clone() if name in TOKEN_ARGS and value is not None else value
+        for name, value in call.args.items()
+    }
+    return replace(call, args=args)
+
+
+def check_declared_support_is_bound(backend: Subject, case: Case) -> None:
+    """The hook binds a spec if, and only if, the backend declares it."""
+    for spec in (case.spec, replace(case.spec, batch_invariant=True)):
+        reasons = backend.why_not(spec)
+        bound = backend.bind(spec)
+        if not reasons and bound is None:
+            raise CheckFailed(f"declares {spec}, but the hook returned None")
+        if reasons and bound is not None:
+            raise CheckFailed(f"bound {spec} without declaring it: {'; '.join(reasons)}")
+
+
+def check_outputs_are_returned(backend: Subject, case: Case) -> None:
+    """`run` returns the very tensors it was given to fill."""
+    call = make_call(case, backend.torch_device)
+    result = backend.run(call)
+    outputs = [call[name] for name in WRITES[case.op] if name not in ("k_cache", "v_cache", "lse")]
+    returned = result if isinstance(result, tuple) else () if result is None else (result,)
+    if len(returned) != len(outputs) or any(
+        found is not wanted for found, wanted in zip(returned, outputs, strict=True)
+    ):
+        raise CheckFailed(f"returned {type(result).__name__}, not the {len(outputs)} output(s)")
+
+
+def check_inputs_are_unchanged(backend: Subject, case: Case) -> None:
+    """Nothing but the outputs is written."""
+    call = make_call(case, backend.torch_device)
+    before = {name: tensor.clone() for name, tensor in call.read.items()}
+    backend.run(call)
+    for name, tensor in call.read.items():
+        same_bits(f"input {name}", tensor, before[name])
+
+
+def check_writes_stay_inside_outputs(backend: Subject, case: Case) -> None:
+    """Memory on either side of an output keeps its contents."""
+    call = make_call(case, backend.torch_device)
+    buffers = {}
+    for name, tensor in call.written.items():
+        size = tensor.numel() + 2 * _GUARD
+        buffer = torch.full((size,), _SENTINEL, dtype=tensor.dtype, device=tensor.device)
+        inside = buffer[_GUARD:-_GUARD].view(tensor.shape)
+        inside.copy_(tensor)
+        buffers[name] = buffer
+        call = call.replace(**{name: inside})
+    backend.run(call)
+    for name, buffer in buffers.items():
+        guards = torch.cat([buffer[:_GUARD], buffer[-_GUARD:]])
+        same_bits(f"guard bands of {name}", guards, torch.full_like(guards, _SENTINEL))
+
+
+def check_strided_inputs_are_read_right(backend: Subject, case: Case) -> None:
+    """Inputs that are slices of wider rows, as q, k and v of one qkv buffer are, give the same."""
+    call = make_call(case, backend.torch_device)
+    backend.run(call)
+    strided = make_call(case, backend.torch_device)
+    strided = strided.replace(
+        **{name: in_wider_rows(t) for name, t in strided.read.items() if name in _STRIDABLE}
+    )
+    backend.run(strided)
+    _same_outputs(strided, call)
+
+
+def check_empty_batch_is_accepted(backend: Subject, case: Case) -> None:
+    """A batch of no tokens raises nothing and leaves the next call right."""
+    call = make_call(case, backend.torch_device)
+    backend.run(call)
+    backend.run(_without_tokens(make_call(case, backend.torch_device)))
+    again = make_call(case, backend.torch_device)
+    backend.run(again)
+    _same_outputs(again, call)
+
+
+def check_runs_are_bit_equal(backend: Subject, case: Case) -> None:
+    """Two runs on the same inputs give the same bits."""
+    first, second = (make_call(case, backend.torch_device) for _ in range(2))
+    backend.run(first)
+    backend.run(second)
+    _same_outputs(second, first)
+
+
+def check_nan_row_stays_alone(backend: Subject, case: Case) -> None:
+    """A row of NaN leaves every other row as it is without it."""
+    clean = make_call(case, backend.torch_device)
+    backend.run(clean)
+    call = make_call(case, backend.torch_device)
+    bad = case.num_tokens // 2
+    for name, tensor in call.read.items():
+        if name in _STRIDABLE:
+            tensor[bad] = float("nan")
+    backend.run(call)
+    others = [i for i in range(case.num_tokens) if i != bad]
+    for name, tensor in call.written.items():
+        same_bits(f"other rows of {name}", tensor[others], clean[name][others])
+
+
+def check_rows_do_not_depend_on_batch(backend: Subject, case: Case) -> None:
+    """Bound as batch_invariant, a row has the same bits alone, in a part and in the whole."""
+    invariant = replace(case, spec=replace(case.spec, batch_invariant=True))
+    whole = make_call(invariant, backend.torch_device)
+    backend.run(whole)
+    n = case.num_tokens
+    parts = [slice(i, i + 1) for i in range(n)] + [slice(1, n), slice(n // 2, n), slice(0, n - 1)]
+    for rows in parts:
+        part = rows_of(make_call(invariant, backend.torch_device), rows)
+        backend.run(part)
+        for name, tensor in part.written.items():
+            same_bits(
+                f"{name} of rows {rows.start}:{rows.stop} by themselves",
+                tensor,
+                whole[name][rows],
+            )
+
+
+def in_wider_rows(x: Tensor) -> Tensor:
+    """Return x [T, ...] as a slice of a buffer whose rows are longer, with NaN around it."""
+    width = x[0].numel() if len(x) else 0
+    wide = torch.full((len(x), width + 2 * _GUARD), float("nan"), dtype=x.dtype, device=x.device)
+    inside = wide[:, _GUARD : _GUARD + width].view(x.shape)
+    return inside.copy_(x)
+
+
+def _without_tokens(call: Call) -> Call:
+    step: StepMeta | None = call.args.get("step")
+    if step is None:
+        return rows_of(call, slice(0, 0))
+    empty = StepMeta(
+        block_table=step.block_table[:0],
+        seq_lens=step.seq_lens[:0],
+        cu_seqlens_q=step.cu_seqlens_q[:1],
+        num_seqs=0,
+        num_tokens=0,
+        max_q_len=0,
+        max_seq_len=0,
+        seq_lens_cpu=[],
+    )
+    return rows_of(call, slice(0, 0)).replace(step=empty)
+
+
+def _same_outputs(found: Call, wanted: Call) -> None:
+    for name, tensor in found.written.items():
+        same_bits(name, tensor, wanted[name])
+
+
+def _several_rows(case: Case) -> bool:
+    return case.num_tokens > 1
+
+
+CHECKS = (
+    Check(run=check_declared_support_is_bound, ops=OPS, of_declaration=True),
+    Check(run=check_outputs_are_returned, ops=OPS),
+    Check(run=check_inputs_are_unchanged, ops=OPS),
+    Check(run=check_writes_stay_inside_outputs, ops=OPS),
+    # A GEMM may well sum in another order for another row stride: see checks_dense.
+    Check(run=check_strided_inputs_are_read_right, ops=tuple(op for op in OPS if op != "linear")),
+    Check(run=check_empty_batch_is_accepted, ops=OPS),
+    Check(run=check_runs_are_bit_equal, ops=OPS, flag="deterministic"),
+    Check(run=check_nan_row_stays_alone, ops=_ROW_OPS, applies=_several_rows),
+    Check(
+        run=check_rows_do_not_depend_on_batch,
+        ops=_ROW_OPS,
+        flag="batch_invariant",
+        applies=_several_rows,
+    ),
+)

@@ -1,0 +1,115 @@
+"""Claims about `linear`, `silu_mul` and `argmax`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tvr.conformance import oracle, tolerance
+from tvr.conformance.checks_common import in_wider_rows
+from tvr.conformance.inputs import make_call
+from tvr.conformance.judge import same_bits, small_frobenius, within, within_ulps
+from tvr.conformance.ledger import Check
+from tvr.conformance.subject import Call
+
+if TYPE_CHECKING:
+    from tvr.conformance.cases import Case
+    from tvr.conformance.subject import Subject
+
+
+def check_product_matches_oracle(backend: Subject, case: Case) -> None:
+    """out = x @ weight.T + bias, to the rounding of its dtype."""
+    call = make_call(case, backend.torch_device)
+    backend.run(call)
+    _judge_linear(call)
+
+
+def check_strided_rows_are_multiplied_right(backend: Subject, case: Case) -> None:
+    """x may be a slice of wider rows."""
+    call = make_call(case, backend.torch_device)
+    call = call.replace(x=in_wider_rows(call["x"]))
+    backend.run(call)
+    _judge_linear(call)
+
+
+def check_gate_comes_first(backend: Subject, case: Case) -> None:
+    """out = silu(gate) * up, gate columns first, in fp32 and rounded once."""
+    call = make_call(case, backend.torch_device)
+    backend.run(call)
+    is_fp32 = case.spec.dtype == "float32"
+    ulps = tolerance.SILU_FP32_ULPS if is_fp32 else tolerance.SILU_ULPS
+    within_ulps("out", call["out"], oracle.silu_mul(call["x"].cpu()), ulps)
+
+
+def check_large_gates_do_not_overflow(backend: Subject, case: Case) -> None:
+    """A gate of +-100 gives up * gate or 0, never NaN: exp(100) does not fit fp32."""
+    call = make_call(case, backend.torch_device)
+    width = call["out"].shape[1]
+    call["x"][:, :width] = 100.0
+    call["x"][:, : width // 2] = -100.0
+    backend.run(call)
+    up = call["x"][:, width:].cpu()
+    wanted = torch.where(torch.arange(width) < width // 2, 0.0, 100.0 * up.double())
+    dtype = call["out"].dtype
+    limit = tolerance.ulp(wanted, case.spec.dtype).clamp_min(tolerance.SILU_ZERO)
+    within("out", call["out"], wanted.to(dtype).double(), limit, "must be up * gate or 0")
+
+
+def check_largest_logit_wins(backend: Subject, case: Case) -> None:
+    """The id of the largest logit, in every row."""
+    call = make_call(case, backend.torch_device)
+    backend.run(call)
+    _judge_argmax(call)
+
+
+def check_lowest_id_wins_ties(backend: Subject, case: Case) -> None:
+    """Among equal logits the lowest id is taken, near or far apart, and among all -inf."""
+    call = make_call(case, backend.torch_device)
+    vocab = call["logits"].shape[1]
+    for row, logits in enumerate(call["logits"]):
+        first = (row * 37 + 1) % (vocab - 1)
+        logits[[first, (first + vocab - 1) // 2, vocab - 1]] = 50.0
+    call["logits"][-1] = float("-inf")
+    backend.run(call)
+    _judge_argmax(call)
+
+
+def check_nan_row_gives_minus_one(backend: Subject, case: Case) -> None:
+    """A NaN anywhere in a row gives -1 for that row only."""
+    vocab = make_call(case, backend.torch_device)["logits"].shape[1]
+    for column in (0, vocab // 2, vocab - 1):
+        call = make_call(case, backend.torch_device)
+        call["logits"][-1, column] = float("nan")
+        backend.run(call)
+        _judge_argmax(call)
+
+
+def _judge_linear(call: Call) -> None:
+    x, weight = call["x"].cpu(), call["weight"].cpu()
+    bias = None if call["bias"] is None else call["bias"].cpu()
+    wanted, found = oracle.linear(x, weight, bias), call["out"].cpu()
+    in_features = x.shape[1]
+    limit = tolerance.frobenius_limit(call.spec.dtype, in_features)
+    for row in range(len(x)):
+        small_frobenius(f"row {row} of out", found[row], wanted[row], limit)
+    plain = torch.nn.functional.linear(x, weight, bias).double()
+    error = (plain - wanted).abs().max().item()
+    largest = tolerance.max_error_limit(call.spec.dtype, error, wanted.abs().max().item())
+    within("out", found, wanted, largest, f"must be within {largest:.3g}")
+
+
+def _judge_argmax(call: Call) -> None:
+    wanted = torch.tensor(oracle.argmax(call["logits"].cpu()))
+    same_bits("out", call["out"], wanted)
+
+
+CHECKS = (
+    Check(run=check_product_matches_oracle, ops=("linear",)),
+    Check(run=check_strided_rows_are_multiplied_right, ops=("linear",)),
+    Check(run=check_gate_comes_first, ops=("silu_mul",)),
+    Check(run=check_large_gates_do_not_overflow, ops=("silu_mul",)),
+    Check(run=check_largest_logit_wins, ops=("argmax",)),
+    Check(run=check_lowest_id_wins_ties, ops=("argmax",)),
+    Check(run=check_nan_row_gives_minus_one, ops=("argmax",)),
+)

@@ -1,0 +1,67 @@
+"""Comparisons that raise `CheckFailed` with what was found and what was wanted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tvr.conformance import tolerance
+from tvr.conformance.ledger import CheckFailed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(what: str, found: Tensor, wanted: Tensor) -> None:
+    """Refuse any difference, that of two NaNs or of the two zeros too."""
+    found, wanted = found.cpu(), wanted.cpu()
+    if found.shape != wanted.shape or found.dtype != wanted.dtype:
+        raise CheckFailed(
+            f"{what}: is {found.dtype} {list(found.shape)}, wanted {wanted.dtype} "
+            f"{list(wanted.shape)}"
+        )
+    bits = _BITS[found.element_size()]
+    differ = found.contiguous().view(bits) != wanted.contiguous().view(bits)
+    _refuse(what, differ, found, wanted, "must be bit-equal")
+
+
+def within(what: str, found: Tensor, wanted: Tensor, limit: Tensor | float, note: str) -> None:
+    """Refuse an element further than `limit` from `wanted` (fp64), or a NaN."""
+    found = found.cpu().double()
+    _refuse(what, ~((found - wanted).abs() <= limit), found, wanted, note)
+
+
+def within_ulps(
+    what: str, found: Tensor, wanted: Tensor, ulps: float, slack: Tensor | float = 0.0
+) -> None:
+    """Refuse an element more than `ulps` of its dtype (plus `slack`) from `wanted` (fp64)."""
+    limit = ulps * tolerance.ulp(wanted, dtype_name(found)) + slack
+    within(what, found, wanted, limit, f"must be within {ulps:g} ulp")
+
+
+def small_frobenius(what: str, found: Tensor, wanted: Tensor, limit: float) -> None:
+    """Refuse a relative Frobenius error above `limit`, or a NaN."""
+    error = torch.linalg.vector_norm(found.cpu().double() - wanted)
+    size = torch.linalg.vector_norm(wanted)
+    if not error <= limit * size:
+        raise CheckFailed(
+            f"{what}: relative Frobenius error {(error / size).item():.3g}, at most {limit:.3g}"
+        )
+
+
+def dtype_name(x: Tensor) -> str:
+    """Return the contract's name of x's dtype."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def _refuse(what: str, wrong: Tensor, found: Tensor, wanted: Tensor, note: str) -> None:
+    if not wrong.any():
+        return
+    first = tuple(wrong.nonzero()[0].tolist())
+    raise CheckFailed(
+        f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are off ({note}); first at "
+        f"{list(first)}: found {found[first].item():.9g}, wanted {wanted[first].item():.9g}"
+    )

@@ -1,0 +1,106 @@
+"""Every tolerance of the conformance suite, each with its reason.
+
+`eps` is the distance from 1 to the next number of a dtype; rounding once costs at most `eps / 2`
+of the value, and about 0.2 `eps` in the root mean square.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+
+#: Smallest positive number: below the normal range the spacing stops shrinking.
+SMALLEST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
+
+#: Attention and linear, half precision: relative Frobenius error in units of eps. The rounding of
+#: the result takes 0.2 and that of the softmax weights as much again; one token dropped of 8192
+#: already shows above 0.5, where a limit on the largest error misses it.
+FROBENIUS_EPS = 0.5
+
+#: The same in fp32 (with TF32 off), where the order of summation matters more than the rounding:
+#: this many eps up to `FP32_TERMS` terms, growing with the root of their number from there.
+FP32_FROBENIUS_EPS = 32.0
+FP32_TERMS = 64**2
+
+#: Largest single error: this often that of a plain low-precision computation of the same thing,
+#: plus eps of the largest value. Catches one wrong element among many right ones.
+MAX_ERROR_FACTOR = 2.0
+
+#: Log-sum-exp: absolute part for exp and log in fp32, relative part for the rounding of the scores.
+LSE_ABSOLUTE = 1e-4
+SCORE_RELATIVE = 2.0**-20
+
+#: Norms against an oracle that rounds where the contract rounds: fp32 arithmetic lands on the
+#: other side of a rounding boundary for fewer than one element in 200. Another order of the casts
+#: moves tens of percent, by no more than these ulps: only the count shows it.
+NORM_EQUAL_SHARE = 0.995
+NORM_EQUAL_FLOOR = 4  # in a small tensor two such elements are chance
+NORM_ULPS = 1.0
+
+#: Norms in fp32: the sum of squares (halved by the root), rsqrt (2 ulps on a GPU), two products.
+NORM_FP32_ULPS = 8.0
+
+#: RoPE: rounding once. The slack is fp32's error in the two products, which shows if they cancel.
+ROPE_ULPS = 1.0
+ROPE_SLACK = 2.0**-23
+
+#: silu_mul: computed in fp32, rounded once; in fp32 itself exp and the division add a few ulps.
+SILU_ULPS = 1.0
+SILU_FP32_ULPS = 8.0
+SILU_ZERO = 1e-30  # silu(-100) = -4e-42, which fp32 hardware may flush to zero
+
+#: Uniform or one-sided softmax weights: exact up to the rounding of the result and of fp32 sums.
+NEEDLE_EPS = 1.0
+NEEDLE_FP32_EPS = 8.0
+
+
+def frobenius_limit(dtype: str, num_terms: int) -> float:
+    """Return the largest relative Frobenius error of sums of `num_terms` products."""
+    if dtype != "float32":
+        return FROBENIUS_EPS * EPS[dtype]
+    return FP32_FROBENIUS_EPS * EPS[dtype] * max(1.0, math.sqrt(num_terms / FP32_TERMS))
+
+
+def attention_limit(dtype: str, kv_len: int, largest_score: float) -> float:
+    """Return the largest relative Frobenius error of one sequence's attention.
+
+    exp turns the absolute error of a score into a relative one, so large scores cost accuracy.
+    """
+    return frobenius_limit(dtype, kv_len) + SCORE_RELATIVE * largest_score
+
+
+def max_error_limit(
+    dtype: str, low_precision_error: float, largest: float, largest_score: float = 0.0
+) -> float:
+    """Return the largest error of one element."""
+    rounding = (EPS[dtype] + SCORE_RELATIVE * largest_score) * largest
+    return MAX_ERROR_FACTOR * (low_precision_error + rounding)
+
+
+def norm_may_differ(num_elements: int) -> float:
+    """Return how many elements of a half-precision norm may differ from the rounding oracle."""
+    return max(NORM_EQUAL_FLOOR, (1 - NORM_EQUAL_SHARE) * num_elements)
+
+
+def lse_limit(largest_score: float) -> float:
+    """Return the largest error of a log-sum-exp."""
+    return LSE_ABSOLUTE + SCORE_RELATIVE * largest_score
+
+
+def needle_limit(dtype: str) -> float:
+    """Return the largest relative error where the softmax weights are known beforehand."""
+    return (NEEDLE_FP32_EPS if dtype == "float32" else NEEDLE_EPS) * EPS[dtype]
+
+
+def ulp(x: Tensor, dtype: str) -> Tensor:
+    """Return the spacing of `dtype`'s numbers at each element of x (fp64)."""
+    _, exponent = torch.frexp(x.abs())  # |x| = m * 2^exponent, m in [0.5, 1)
+    spacing = torch.ldexp(torch.full_like(x, EPS[dtype] / 2), exponent)
+    return spacing.clamp_min(SMALLEST[dtype])
