@@ -176,7 +176,6 @@ def _mark_special(backend: tokenizers.Tokenizer, texts: list[str]) -> None:
     for text in dict.fromkeys(texts):
         token = added.get(text) or tokenizers.AddedToken(text, normalized=False)
         if not token.special and backend.token_to_id(text) is not None:
-            token.special = True
             changed.append(token)
     backend.add_special_tokens(changed)
 

@@ -76,10 +76,10 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         found = [name for name in _OTHER_FORMS if (path / name).exists()]
+        there = f"only {', '.join(found)}" if found else "nor any other tokenizer"
         raise CheckpointError(
-            f"{path} has no tokenizer.json ({'only ' + ', '.join(found) if found else 'nor any'} "
-            "other tokenizer); tvr reads no other form: load it with transformers' AutoTokenizer "
-            "and save it there with save_pretrained"
+            f"{path} has no tokenizer.json ({there}); tvr reads no other form: load it with "
+            "transformers' AutoTokenizer and save it there with save_pretrained"
         )
     try:
         backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
