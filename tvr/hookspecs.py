@@ -37,6 +37,14 @@ def tvr_backend_info() -> BackendInfo:  # type: ignore[empty-body]
     """Return what the backend is and declares. Data only: must not touch a device."""
 
 
+@hookspec(historic=True)
+def tvr_configured(config: Mapping[str, Any]) -> None:
+    """Note the plug-in configuration; called once, when the plugin is registered.
+
+    `config` is read-only; `config["options"].get(name, {})` are the options of backend `name`.
+    """
+
+
 @hookspec
 def tvr_probe(device: DeviceFacts) -> list[str]:  # type: ignore[empty-body]
     """Return why the backend cannot run on `device` (no driver, no compiler); empty: it can."""
@@ -48,14 +56,6 @@ def tvr_stream(device: DeviceFacts) -> Any:  # noqa: ANN401
 
     The first backend in order that returns one owns the engine's stream; ops of any other such
     backend fork from it and join it with events.
-    """
-
-
-@hookspec(historic=True)
-def tvr_configured(config: Mapping[str, Any]) -> None:
-    """Note the plug-in configuration; called once for each plugin, before any bind.
-
-    `config` is read-only; `config["options"].get(name, {})` are the options of backend `name`.
     """
 
 

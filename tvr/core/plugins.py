@@ -224,7 +224,8 @@ class BackendManager:
             self._register(plugin)
         except (Exception, SystemExit) as e:
             error = type(e) if isinstance(e, PluginError) else PluginLoadError
-            raise error(f"plugin {obj!r}: {describe(e)}") from e
+            label = getattr(obj, "__name__", type(obj).__name__)
+            raise error(f"the given plugin {label!r}: {describe(e)}") from e
         self.known[name] = Backend(name=name, status=OK, plugin=plugin, notes=plugin.notes)
         return name
 

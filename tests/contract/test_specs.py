@@ -1,0 +1,78 @@
+"""Op specs: equality, neutral values, refusals."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from support.specs import spec_of
+from tvr.contract import COMPOSITES, OPS, PROTOCOLS, SPECS
+from tvr.errors import ConfigError
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_spec_is_frozen_hashable_and_equal_by_its_facts(op):
+    spec = spec_of(op)
+    assert spec == spec_of(op)
+    assert hash(spec) == hash(spec_of(op))
+    assert spec.non_neutral() == {}
+    with pytest.raises(FrozenInstanceError):
+        spec.dtype = "float16"
+
+
+def test_every_op_has_a_spec_a_protocol_and_a_name():
+    assert set(OPS) == set(SPECS) == set(PROTOCOLS)
+    assert all(SPECS[op].op == op for op in OPS)
+
+
+@pytest.mark.parametrize(("op", "parts"), COMPOSITES.items())
+def test_every_field_of_a_part_is_a_field_of_its_composite(op, parts):
+    whole = {f.name for f in fields(SPECS[op])}
+    for part in parts:
+        assert {f.name for f in fields(SPECS[part])} <= whole
+
+
+def test_attention_has_all_of_its_fields_from_the_first_version():
+    wanted = {
+        "dtype", "num_heads", "num_kv_heads", "head_dim", "block_size", "kv_dtype", "window",
+        "softcap", "causal", "max_q_len", "return_lse", "batch_invariant", "max_splits",
+    }  # fmt: skip
+    for op in ("attention_decode", "attention_prefill"):
+        assert {f.name for f in fields(SPECS[op])} == wanted
+
+
+def test_non_neutral_names_exactly_the_changed_fields():
+    spec = spec_of("attention_decode", window=128, causal=False)
+    assert spec.non_neutral() == {"window": 128, "causal": False}
+
+
+@pytest.mark.parametrize(
+    ("op", "said"),
+    [
+        ("kv_write", {"kv_dtype": "float32"}),
+        ("attention_decode", {"kv_dtype": "float32"}),
+        ("linear", {"out_dtype": "float32"}),
+        ("rope", {"rotary_dim": 16}),
+        ("rope_kv_write", {"rotary_dim": 16, "kv_dtype": "float32"}),
+    ],
+)
+def test_a_neutral_value_said_aloud_makes_the_same_spec(op, said):
+    assert spec_of(op, **said) == spec_of(op)
+
+
+@pytest.mark.parametrize(
+    ("op", "wrong", "message"),
+    [
+        ("rms_norm", {"dtype": "float64"}, "dtype 'float64' is not one of float32"),
+        ("rms_norm", {"hidden_size": 0}, "hidden_size is 0; it must be at least 1"),
+        ("rope", {"num_heads": 5}, "num_heads must be a multiple of num_kv_heads"),
+        ("rope", {"head_dim": 15}, "rotary_dim 15 must be even"),
+        ("rope", {"rotary_dim": 32}, "at most head_dim 16"),
+        ("kv_write", {"block_size": 24}, "block_size 24 is not a power of two"),
+        ("attention_prefill", {"num_heads": 33}, "33 query heads cannot be shared out among 2"),
+    ],
+)
+def test_a_spec_that_no_op_could_serve_is_refused_with_the_field(op, wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        spec_of(op, **wrong)
