@@ -14,7 +14,7 @@ from torch import Tensor
 
 from support.batch import PagedRun
 from support.checkpoints import PROMPT_LEN, SHAPES, build_model, random_prompt, save_checkpoint
-from support.table import WrappedTable, Wrap
+from support.table import Wrap, WrappedTable
 from tvr.core.config import ModelConfig
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.weights import Weights, load_weights

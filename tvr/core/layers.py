@@ -110,7 +110,8 @@ class Attention:
         """cos_sin_cache: [max_position, D] fp32."""
         config = ctx.config
         self._cos_sin_cache = cos_sin_cache
-        self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
+        self._split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        self._head_dim = config.head_dim
         self._scale = config.head_dim**-0.5
         shape: dict[str, Any] = {
             "dtype": ctx.dtype,
@@ -128,10 +129,8 @@ class Attention:
         self, qkv: Tensor, batch: ForwardBatch, kv: tuple[Tensor, Tensor], *, out: Tensor
     ) -> None:
         """qkv [T, (H + 2 * KVH) * D], rotated in place; kv: a layer's caches; out [T, H * D]."""
-        num_heads, num_kv_heads = self._num_heads, self._num_kv_heads
-        heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
-        # [T, H, D], and [T, KVH, D] twice
-        q, k, v = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        heads = qkv.view(len(qkv), sum(self._split), self._head_dim)
+        q, k, v = torch.split(heads, self._split, dim=1)  # [T, H, D], and [T, KVH, D] twice
         out = out.view(q.shape)
         self._rope_kv_write(
             q, k, v, batch.positions, self._cos_sin_cache, *kv, batch.slot_mapping, q_out=q, k_out=k

@@ -1,7 +1,9 @@
-"""A Llama model, from token ids to logits. Every operation but three gathers is a plug-in's.
+"""A Llama model, from token ids to logits.
 
 One step computes T new tokens of any number of sequences, laid one after the other: first the
-decodes (one token each), then prefill chunks. What came before them is in the KV cache.
+decodes (one token each), then prefill chunks. What came before them is in the KV cache. Every
+operation is a plug-in's, but for looking up rows: of the embedding, and of the R tokens whose
+logits are wanted.
 """
 
 from __future__ import annotations
@@ -50,12 +52,12 @@ class LlamaForCausalLM:
             UnsupportedSpec: no backend serves an op as this model needs it.
         """
         self.config = config
-        self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
+        self._dtype = weights.embedding.dtype
         ctx = BuildContext(
             ops=ops,
             config=config,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=self.logits_dtype,
             block_size=block_size,
             batch_invariant=batch_invariant,
         )
@@ -64,12 +66,12 @@ class LlamaForCausalLM:
         self._layers = [DecoderLayer(ctx, layer, attention) for layer in weights.layers]
         self._norm = RMSNorm(ctx, weights.norm)
         self._lm_head = Linear(ctx, LinearWeights(weight=weights.lm_head, bias=None))
-        self._buffers = Buffers.allocate(config, 0, self.dtype, self.device)
+        self._buffers = Buffers.allocate(config, 0, self._dtype, self.device)
 
     @property
     def logits_dtype(self) -> str:
-        """Name of the dtype that logits come in."""
-        return str(self.dtype).removeprefix("torch.")
+        """Name of the dtype that logits, like all activations, come in."""
+        return str(self._dtype).removeprefix("torch.")
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
@@ -97,7 +99,7 @@ class LlamaForCausalLM:
 
     def _buffers_for(self, num_tokens: int) -> Buffers:
         if num_tokens > self._buffers.num_tokens:
-            self._buffers = Buffers.allocate(self.config, num_tokens, self.dtype, self.device)
+            self._buffers = Buffers.allocate(self.config, num_tokens, self._dtype, self.device)
         return self._buffers.first(num_tokens)
 
 
