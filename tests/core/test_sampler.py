@@ -115,6 +115,13 @@ def test_top_p_counts_the_mass_that_top_k_and_min_p_left():
     assert set(draws(SamplingParams(min_p=0.4, top_p=0.6), logits, 150).tolist()) == {0}
 
 
+def test_top_p_counts_the_mass_of_tokens_far_down_the_list():
+    """Of 3002 tokens the best two have 0.5 and 0.3; alone with the next thousand, 0.58 and 0.35."""
+    probs = torch.full((3002,), 0.2 / 3000)
+    probs[[70, 60]] = torch.tensor([0.5, 0.3])
+    assert set(draws(SamplingParams(top_p=0.52), probs.log(), 100).tolist()) == {60, 70}
+
+
 def test_min_p_keeps_tokens_likely_enough_beside_the_likeliest():
     logits = torch.tensor([0.4, 0.3, 0.19, 0.11]).log()
     assert set(draws(SamplingParams(min_p=0.45), logits, 150).tolist()) == {0, 1, 2}
@@ -168,6 +175,8 @@ def test_repetition_looks_at_prompt_and_output_and_presence_at_the_output_only()
     assert changed[0, 5].item() == pytest.approx(1.666667, abs=1e-6)
     assert changed[0, 6].item() == pytest.approx(-2.4, abs=1e-6)
     assert changed[1, 5] == 2.0  # only in the prompt
+    state.reset(0, SamplingParams(repetition_penalty=1.25), 0, [1], [6])
+    assert state.penalise(logits[:1], torch.tensor([0]))[0, 5:7].tolist() == [2.0, -2.5]
     assert changed[1, 6] == -2.0 - 1.0 - 2 * 0.5
     assert changed[:, 7:].eq(0).all()
 
@@ -343,3 +352,12 @@ def test_penalty_tables_are_made_only_when_a_row_has_a_penalty():
     assert state.output_counts.shape == (4, VOCAB)
     assert state.output_counts[1, 4] == 2
     assert state.in_prompt.sum() == 1
+
+
+def test_row_given_to_another_request_forgets_the_last_ones_tokens():
+    params = SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0)
+    state = SamplerState(1, VOCAB, "cpu")
+    state.reset(0, params, 0, [5], [6, 6])
+    state.reset(0, params, 0, [1], [2])
+    assert state.in_prompt[0].nonzero().flatten().tolist() == [1]
+    assert state.output_counts[0].nonzero().flatten().tolist() == [2]

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from tvr.core.sampling_params import SamplingParams
@@ -114,6 +115,13 @@ def test_stop_token_id_outside_the_vocabulary_is_refused():
     params.check_vocab(151646)
     with pytest.raises(RequestError, match=r"stop_token_ids holds 151645.* 0 to 128255"):
         params.check_vocab(128256)
+
+
+def test_numpy_scalars_become_pythons_own():
+    params = SamplingParams(seed=np.int64(5), top_p=np.float32(0.5), stop_token_ids=[np.int32(3)])
+    values = [params.seed, params.top_p, *params.stop_token_ids]
+    assert values == [5, 0.5, 3]
+    assert [type(value) for value in values] == [int, float, int]
 
 
 def test_greedy_is_a_zero_temperature_or_a_single_candidate():

@@ -112,15 +112,19 @@ class SamplerState:
         """
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         self._rows[row] = self._needs_of(params, top_k)
-        self.temperature[row] = 1.0 if params.is_greedy else float(params.temperature)
-        self.max_gap[row] = -math.log(params.min_p) if params.min_p > 0 else math.inf
-        self.top_k[row] = int(top_k)
-        self.top_p[row] = float(params.top_p)
-        self.seeds[row] = int(seed)
+        values = [
+            (self.temperature, 1.0 if params.is_greedy else params.temperature),
+            (self.max_gap, -math.log(params.min_p) if params.min_p > 0 else math.inf),
+            (self.top_k, top_k),
+            (self.top_p, params.top_p),
+            (self.seeds, seed),
+            (self.repetition, params.repetition_penalty),
+            (self.presence, params.presence_penalty),
+            (self.frequency, params.frequency_penalty),
+        ]
+        for table, value in values:
+            table[row].fill_(value)  # `table[row] = value` would wait for the device
         if params.has_penalties:
-            self.repetition[row] = float(params.repetition_penalty)
-            self.presence[row] = float(params.presence_penalty)
-            self.frequency[row] = float(params.frequency_penalty)
             self._rebuild_counts(row, prompt_token_ids, output_token_ids)
 
     def _needs_of(self, params: SamplingParams, top_k: int) -> RowNeeds:
@@ -150,9 +154,9 @@ class SamplerState:
             self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
         prompt_ids = to_device(prompt, self.device)
         output_ids = to_device(output, self.device)
-        self.in_prompt[row] = False
+        self.in_prompt[row].fill_(False)
         self.in_prompt[row].index_fill_(0, prompt_ids, True)
-        self.output_counts[row] = 0
+        self.output_counts[row].fill_(0)
         ones = torch.ones_like(output_ids, dtype=torch.int32)
         self.output_counts[row].index_add_(0, output_ids, ones)
 

@@ -94,7 +94,7 @@ class SamplingParams:
         if stop is not None and not isinstance(stop, str):
             object.__setattr__(self, "stop", tuple(stop))
         if ids is not None:
-            object.__setattr__(self, "stop_token_ids", tuple(ids))
+            object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raise `RequestError` if a stop token id is outside the model's vocabulary."""
@@ -131,6 +131,7 @@ class SamplingParams:
         if not _is_int(value) or value < low or (high is not None and value > high):
             allowed = f"at least {low}" if high is None else f"from {low} to {high}"
             raise self._error(name, f"an integer {allowed}{' or None' if optional else ''}")
+        object.__setattr__(self, name, int(value))  # numpy's integers wrap around
 
     def _check_number(self, name: str, low: float, high: float, *, above_low: bool = False) -> None:
         value = getattr(self, name)
@@ -143,6 +144,7 @@ class SamplingParams:
         ):
             allowed = f"above {low:g}, at most {high:g}" if above_low else f"{low:g} to {high:g}"
             raise self._error(name, f"a number {allowed}")
+        object.__setattr__(self, name, float(value))
 
     def _error(self, name: str, allowed: str) -> RequestError:
         found = repr(getattr(self, name))
