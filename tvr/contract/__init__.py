@@ -3,13 +3,7 @@
 Everything a backend needs to know of tvr is here, in `tvr.hookspecs` and in `tvr.errors`.
 """
 
-from tvr.contract.bound import (
-    PROTOCOLS,
-    BoundOp,
-    Bounds,
-    StepMeta,
-    check_bound,
-)
+from tvr.contract.bound import BoundOp, Bounds, StepMeta, check_bound
 from tvr.contract.capability import (
     ABI_MAJOR,
     ABI_MINOR,
@@ -21,6 +15,7 @@ from tvr.contract.capability import (
     matching_box,
     why_not,
 )
+from tvr.contract.protocols import PROTOCOLS
 from tvr.contract.specs import (
     COMPOSITES,
     DTYPES,

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tvr.contract import BoundOp, DeviceFacts, OpSpec, check_bound, declared_flags, why_not
+from tvr.core.backend import Backend
 from tvr.core.composites import compose, part_specs
 from tvr.core.plugin_checks import BIND, describe
-from tvr.core.plugins import Backend, BackendManager
+from tvr.core.plugins import BackendManager
 from tvr.core.streams import on_stream
 from tvr.errors import BackendUnavailable, PluginError, UnsupportedSpec
 

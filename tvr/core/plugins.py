@@ -7,65 +7,28 @@ reason why it is not used, for `tvr backends` to show. Only asking for it by nam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from importlib.metadata import Distribution
 from typing import Any
 
 from pluggy import PluginManager
 
 from tvr import hookspecs
-from tvr.contract import ABI_MAJOR, ABI_MINOR, ENTRY_POINT_GROUP, OPS, BackendInfo, DeviceFacts
+from tvr.contract import ABI_MAJOR, ABI_MINOR, ENTRY_POINT_GROUP, OPS, DeviceFacts
+from tvr.core.backend import (
+    DISABLED,
+    FAILED,
+    NOT_INSTALLED,
+    NOT_LISTED,
+    OK,
+    UNAVAILABLE,
+    Backend,
+)
 from tvr.core.discovery import Candidate, discover
 from tvr.core.plugin_checks import Plugin, check_plugin, describe
 from tvr.core.plugin_config import PluginConfig
 from tvr.errors import AbiMismatch, BackendUnavailable, PluginError, PluginLoadError
 
 __all__ = ["Backend", "BackendManager", "PluginConfig"]
-
-OK = "ok"
-UNAVAILABLE = "unavailable"  # loaded, but its probe says it cannot run here
-FAILED = "failed"  # could not be loaded, or breaks the contract
-DISABLED = "disabled"
-NOT_INSTALLED = "not installed"
-NOT_LISTED = "not listed"  # could run, but neither the order nor a pin names it
-
-
-@dataclass
-class Backend:
-    """A backend that is installed, given or named, usable or not.
-
-    Attributes:
-        name: as in `--backend` and plugins.toml.
-        distribution, version: what it was installed from; None: given or not installed.
-        plugin: its checked hooks; None unless it was loaded.
-        status: one of the words above.
-        reasons: why it is not `OK`.
-        notes: what is worth knowing but stops nothing.
-        error: the exception behind `reasons`, for a traceback.
-    """
-
-    name: str
-    status: str
-    distribution: str | None = None
-    version: str | None = None
-    plugin: Plugin | None = None
-    reasons: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    error: BaseException | None = None
-
-    @property
-    def info(self) -> BackendInfo:
-        """What it declares; only for a backend that was loaded."""
-        assert self.plugin is not None
-        return self.plugin.info
-
-    def call(self, hook: str, **arguments: object) -> Any:  # noqa: ANN401
-        """Call this backend's own `hook`; None if it has none."""
-        return self.plugin.call(hook, **arguments) if self.plugin else None
-
-    def why_not_used(self) -> list[str]:
-        """Return why it cannot serve anything; empty: it can."""
-        return [] if self.status == OK else self.reasons or [f"is {self.status}"]
 
 
 class BackendManager:
@@ -189,7 +152,7 @@ class BackendManager:
                 backend.reasons = [f"is disabled in {self.config.source}"]
             elif len(same) > 1:
                 owners = " and ".join(map(str, same))
-                _fail(backend, PluginLoadError(f"two plugins are named {name!r}: {owners}"))
+                backend.fail(PluginLoadError(f"two plugins are named {name!r}: {owners}"))
             else:
                 self._load(backend, same[0].entry_point.load)
 
@@ -204,7 +167,7 @@ class BackendManager:
                 )
             self._register(plugin)
         except (Exception, SystemExit) as e:
-            _fail(backend, e)
+            backend.fail(e)
         else:
             backend.plugin, backend.notes = plugin, plugin.notes
 
@@ -288,8 +251,3 @@ class BackendManager:
             reasons = [f"tvr_probe returned {reasons!r}; it must return a list of reasons"]
         if reasons:
             backend.status, backend.reasons = UNAVAILABLE, reasons
-
-
-def _fail(backend: Backend, error: BaseException) -> None:
-    backend.status, backend.error = FAILED, error
-    backend.reasons = [f"failed to load: {describe(error)}"]

@@ -1,0 +1,147 @@
+"""How each op is called: the signature of its `run`.
+
+`out` and every other named output is allocated by the caller, filled, and returned; nothing else
+is written. Inputs may be strided as long as their last dimension is contiguous. Shapes: T tokens,
+S sequences, H query heads, KVH KV heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tvr.contract.bound import StepMeta
+
+
+class RmsNorm(Protocol):
+    """x, out [..., hidden]; weight [hidden]."""
+
+    def __call__(self, x: Tensor, weight: Tensor, *, eps: float, out: Tensor) -> Tensor: ...
+
+
+class AddRmsNorm(Protocol):
+    """x, residual, out, residual_out [..., hidden]. residual_out may be residual itself."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        *,
+        eps: float,
+        out: Tensor,
+        residual_out: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Rope(Protocol):
+    """q, q_out [T, H, D]; k, k_out [T, KVH, D]; positions [T] int64; cache [max, rotary_dim] fp32.
+
+    Rotates in fp32 and rounds once. Outputs may be the inputs.
+    """
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        *,
+        q_out: Tensor,
+        k_out: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class KvWrite(Protocol):
+    """k, v [T, KVH, D]; caches [blocks, KVH, block_size, D]; slot_mapping [T] int64, -1: skip."""
+
+    def __call__(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None: ...
+
+
+class RopeKvWrite(Protocol):
+    """`Rope`, then `KvWrite` of the rotated k and of v."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        cos_sin_cache: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        q_out: Tensor,
+        k_out: Tensor,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class AttentionDecode(Protocol):
+    """q, out [S, H, D]; lse [S, H] fp32, natural log. An empty row gives zeros and lse -inf."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        step: StepMeta,
+        *,
+        scale: float,
+        out: Tensor,
+        lse: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class AttentionPrefill(Protocol):
+    """q, out [T, H, D]; k, v [T, KVH, D], which are in the cache already; lse [T, H] fp32."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        step: StepMeta,
+        *,
+        scale: float,
+        out: Tensor,
+        lse: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class SiluMul(Protocol):
+    """x [T, 2 * I], gate columns then up columns; out [T, I]."""
+
+    def __call__(self, x: Tensor, *, out: Tensor) -> Tensor: ...
+
+
+class Linear(Protocol):
+    """x [T, in]; out [T, out]; packed: what `pack` returned."""
+
+    def __call__(self, x: Tensor, packed: Any, *, out: Tensor) -> Tensor: ...  # noqa: ANN401
+
+
+class Argmax(Protocol):
+    """logits [T, vocab]; out [T] int64: lowest id of the largest; -1 for a row with a NaN."""
+
+    def __call__(self, logits: Tensor, *, out: Tensor) -> Tensor: ...
+
+
+PROTOCOLS: dict[str, type] = {
+    "rms_norm": RmsNorm,
+    "add_rms_norm": AddRmsNorm,
+    "rope": Rope,
+    "kv_write": KvWrite,
+    "rope_kv_write": RopeKvWrite,
+    "attention_decode": AttentionDecode,
+    "attention_prefill": AttentionPrefill,
+    "silu_mul": SiluMul,
+    "linear": Linear,
+    "argmax": Argmax,
+}
