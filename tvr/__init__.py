@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pluggy import HookimplMarker
 
-    from tvr.core.engine import LLM
+    from tvr.core.llm import LLM
     from tvr.core.outputs import CompletionOutput, RequestOutput
     from tvr.core.sampling_params import SamplingParams
 
@@ -27,7 +27,7 @@ __all__ = [
 
 # Resolved on first use, so that `import tvr` costs neither torch nor pluggy.
 _LAZY = {
-    "LLM": "tvr.core.engine",
+    "LLM": "tvr.core.llm",
     "SamplingParams": "tvr.core.sampling_params",
     "CompletionOutput": "tvr.core.outputs",
     "RequestOutput": "tvr.core.outputs",

@@ -12,7 +12,7 @@ import typer
 from tvr.errors import ConfigError, KernelError
 
 if TYPE_CHECKING:
-    from tvr.core.engine import LLM
+    from tvr.core.llm import LLM
     from tvr.core.outputs import RequestOutput
     from tvr.core.sampling_params import SamplingParams
 
@@ -82,7 +82,7 @@ def run(
     elif prompt is None and not sys.stdin.isatty():
         raise ConfigError("no PROMPT was given; write it in quotes, or '-' to read it from stdin")
 
-    from tvr.core.engine import LLM
+    from tvr.core.llm import LLM
     from tvr.core.plugin_config import find_config
 
     llm = LLM(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tvr.core.engine import LLM
+from tvr.core.llm import LLM
 from tvr.core.outputs import RequestOutput
 
 

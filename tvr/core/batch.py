@@ -145,8 +145,8 @@ class DeviceTables:
         sizes = [num_seqs] * 3 + [num_samples, packed.num_prefill_tokens]
         num_updates = (len(packed.data) - sum(sizes)) // 3
         data = host.to(self.device, non_blocking=True)
-        rows, starts, q_lens, sampling, prefill_ids, *update = data.split(
-            [*sizes, num_updates, num_updates, num_updates]
+        rows, starts, q_lens, sampling, prefill_ids, *update = torch.split(
+            data, [*sizes, num_updates, num_updates, num_updates]
         )
         if num_updates:
             table_rows, table_indices, block_ids = update

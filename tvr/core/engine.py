@@ -1,113 +1,62 @@
-"""LLM: the engine. One object, one thread that steps it, outputs that grow from step to step."""
+"""The engine: requests in, outputs that grow from step to step out."""
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from os import PathLike
-from typing import Any
+from collections.abc import Mapping
 
 from tvr.core.batch import pack_step
 from tvr.core.engine_config import EngineConfig
-from tvr.core.loader import EngineParts, load_engine
+from tvr.core.loader import EngineParts
 from tvr.core.outputs import RequestOutput
 from tvr.core.prompt import Prompt, prompt_token_ids
 from tvr.core.request import Completion, Request
-from tvr.core.runner import ModelRunner, Pending, RowState
+from tvr.core.runner import Pending, RowState
 from tvr.core.sampler import child_seed
 from tvr.core.sampling_params import SamplingParams
 from tvr.core.schedule_output import Result, ScheduleOutput, SequenceUpdate
 from tvr.core.scheduler import Scheduler
-from tvr.errors import ConfigError, RequestError
+from tvr.errors import RequestError
 
 
-class LLM:
-    """Serves one model: `generate` and `stream` for scripts, `add_request` / `step` for servers.
+class Engine:
+    """Steps one model for any number of requests.
 
     The scheduler runs up to `max_lag` steps ahead of the device, so text is made while the next
-    step computes. Only the thread that calls `step` (or `generate`, `stream`, `chat`) touches the
-    device; `add_request` and `abort` may be called from any thread.
+    step computes. Only the thread that calls `step` touches the device; `add_request` and `abort`
+    may be called from any thread.
 
-    Example:
-        >>> llm = LLM("path/to/checkpoint")                                   # doctest: +SKIP
-        >>> llm.generate("Once upon a time", SamplingParams(max_tokens=20))   # doctest: +SKIP
+    Args:
+        config: how the engine was asked to be.
+        parts: what was loaded for it.
     """
 
-    def __init__(
-        self,
-        model: str | PathLike[str],
-        *,
-        backend: str = "auto",
-        dtype: str = "auto",
-        device: str = "auto",
-        max_model_len: int | None = None,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        memory_fraction: float = 0.9,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        enable_prefix_caching: bool = True,
-        batch_invariant: bool = False,
-        load_format: str = "auto",
-        seed: int = 0,
-        plugins: str | PathLike[str] | Iterable[object] | None = None,
-        strict: bool = False,
-        max_lag: int = 1,
-    ) -> None:
-        """Load `model` and get ready to serve it.
-
-        Args:
-            model: directory of a Hugging Face checkpoint.
-            plugins: path of a plugins.toml, or plugin objects that rank before the configured
-                ones; None: `./plugins.toml` if there is one, else the packaged default.
-
-        All other arguments are those of `EngineConfig`.
-
-        Raises:
-            ConfigError, CheckpointError, CapacityError, BackendUnavailable, UnsupportedSpec.
-        """
-        self.config = EngineConfig(
-            backend=backend,
-            dtype=dtype,
-            device=device,
-            max_model_len=max_model_len,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            memory_fraction=memory_fraction,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
-            batch_invariant=batch_invariant,
-            load_format=load_format,
-            seed=seed,
-            strict=strict,
-            max_lag=max_lag,
-        )
-        self.parts: EngineParts = load_engine(model, self.config, plugins)
-        self.tokenizer = self.parts.tokenizer
-        self.limits = self.parts.limits
+    def __init__(self, config: EngineConfig, parts: EngineParts) -> None:
+        self.config = config
+        self.parts = parts
+        self.tokenizer = parts.tokenizer
+        self.limits = parts.limits
         self._scheduler = Scheduler(
             num_blocks=self.limits.num_blocks,
-            block_size=block_size,
+            block_size=self.limits.block_size,
             max_num_seqs=self.limits.max_num_seqs,
             max_num_batched_tokens=self.limits.max_num_batched_tokens,
             max_model_len=self.limits.max_model_len,
-            enable_prefix_caching=enable_prefix_caching,
-            max_lag=max_lag,
+            enable_prefix_caching=config.enable_prefix_caching,
+            max_lag=config.max_lag,
         )
-        self._runner: ModelRunner = self.parts.runner
+        self._runner = parts.runner
         self._next_index = [0] * self.limits.max_num_seqs
         self._in_flight: deque[tuple[ScheduleOutput, Pending | Exception]] = deque()
-        self._random = random.Random(seed)
-        self._ids = itertools.count()
+        self._random = random.Random(config.seed)
         self._lock = threading.Lock()  # guards what add_request and abort share with step
         self._inbox: deque[Request | str] = deque()  # new requests, and ids to abort
         self._requests: dict[str, Request] = {}
         self._completions: dict[str, tuple[Request, Completion]] = {}
         self._undelivered: dict[str, RequestOutput] = {}
+        self._followed: set[str] = set()  # requests whose outputs somebody else hands out
 
     def add_request(
         self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -194,9 +143,10 @@ class LLM:
         An output is one object for the life of its request; copy what you want to keep of its
         present state. May return nothing while a long prompt is read.
         """
-        grown = {**self._undelivered, **self._advance()}
+        self._deliver_later(self._advance())
+        grown = list(self._undelivered.values())
         self._undelivered.clear()
-        return list(grown.values())
+        return grown
 
     def _advance(self) -> dict[str, RequestOutput]:
         """Fill the pipeline, wait for its oldest step, and return the outputs it changed."""
@@ -294,100 +244,21 @@ class LLM:
         for completion in request.completions:
             del self._completions[completion.sequence.request_id]
 
-    def generate(
-        self,
-        prompts: Prompt | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-    ) -> list[RequestOutput]:
-        """Return one finished output for each prompt, in order.
+    def _deliver_later(self, outputs: dict[str, RequestOutput]) -> None:
+        """Keep for the next `step` what requests of `add_request` got meanwhile."""
+        self._undelivered.update(
+            (i, output) for i, output in outputs.items() if i not in self._followed
+        )
 
-        Args:
-            prompts: one prompt or a list of them. A list of ints is one prompt of token ids.
-            sampling_params: one for all, or one for each prompt.
-
-        Raises:
-            RequestError: some prompt can never be served; nothing is started then.
-        """
-        many = isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
-        batch: list[Any] = list(prompts) if many else [prompts]
-        params = sampling_params if isinstance(sampling_params, list) else [sampling_params]
-        if not isinstance(sampling_params, list):
-            params = params * len(batch)
-        if len(params) != len(batch):
-            raise RequestError(
-                f"{len(batch)} prompts came with {len(params)} sampling_params; "
-                "give one for all or one for each"
-            )
-        requests: list[Request] = []
-        try:
-            for prompt, p in zip(batch, params, strict=True):
-                requests.append(self._enqueue(self._new_id(), prompt, p))
-            while not all(r.output.finished for r in requests):
-                self._advance_for(requests)
-        finally:
-            self._abort_unfinished(requests)
-        return [r.output for r in requests]
-
-    def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
-        """Yield the output of one prompt each time it has grown; the last one is finished.
-
-        Closing the iterator aborts the request. Several streams may be consumed in turn.
-        """
-        request = self._enqueue(self._new_id(), prompt, sampling_params)
-        return self._follow(request)
-
-    def _follow(self, request: Request) -> Iterator[RequestOutput]:
-        seen = -1
-        try:
-            while True:
-                output = request.output
-                progress = sum(len(o.token_ids) for o in output.outputs) + output.finished
-                if progress > max(seen, 0):
-                    seen = progress
-                    yield output
-                if output.finished:
-                    return
-                self._advance_for([request])
-        finally:
-            self._abort_unfinished([request])
-
-    def chat(
-        self,
-        messages: list[dict[str, Any]],
-        sampling_params: SamplingParams | None = None,
-        **template_kwargs: Any,  # noqa: ANN401
-    ) -> RequestOutput:
-        """Return the finished answer to a conversation, laid out by the model's chat template."""
-        return self.generate(self.chat_prompt(messages, **template_kwargs), sampling_params)[0]
-
-    def chat_prompt(
-        self,
-        messages: list[dict[str, Any]],
-        **template_kwargs: Any,  # noqa: ANN401
-    ) -> list[int]:
-        """Return the token ids of a conversation, ending where the answer begins."""
-        if self.tokenizer is None:
-            raise ConfigError("chat needs a tokenizer, and the checkpoint has none")
-        return self.tokenizer.apply_chat_template(messages, **template_kwargs)
-
-    def _new_id(self) -> str:
-        return f"tvr-{next(self._ids)}"
-
-    def _advance_for(self, requests: list[Request]) -> None:
-        """Advance; keep what others' requests got for the next `step`."""
-        mine = {r.request_id for r in requests}
-        for request_id, output in self._advance().items():
-            if request_id not in mine:
-                self._undelivered[request_id] = output
-
-    def _abort_unfinished(self, requests: list[Request]) -> None:
+    def _conclude(self, requests: list[Request]) -> None:
+        """Abort what is unfinished and, if nobody else is served, wait for discarded steps."""
         for request in requests:
             if not request.output.finished:
                 self.abort(request.request_id)
-        if self._inbox:
-            self._drain_inbox()
+        self._deliver_later(self._drain_inbox())
+        self._followed.difference_update(r.request_id for r in requests)
+        while self._in_flight and not self._requests:
+            self._collect()
 
     def stats(self) -> Mapping[str, int]:
         """Return counts of the moment: running, waiting, KV blocks in use and in all."""

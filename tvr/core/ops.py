@@ -34,9 +34,12 @@ _STEP_PARTS = {"attention_decode": "decode", "attention_prefill": "prefill"}
 class StepParts(Protocol):
     """What `plan` needs of a step: all of it, its decodes and its prefill chunks (None: none)."""
 
-    step: StepMeta
-    decode: StepMeta | None
-    prefill: StepMeta | None
+    @property
+    def step(self) -> StepMeta: ...
+    @property
+    def decode(self) -> StepMeta | None: ...
+    @property
+    def prefill(self) -> StepMeta | None: ...
 
 
 class OpTable:

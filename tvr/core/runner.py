@@ -78,7 +78,7 @@ class ModelRunner:
         tokens = self._run(packed, resets)
         on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
         on_host.copy_(tokens, non_blocking=True)
-        done = torch.cuda.Event()
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
 
         def wait() -> list[int]:

@@ -1,0 +1,167 @@
+"""LLM: the engine with a front door. `generate`, `stream` and `chat` for scripts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from os import PathLike
+from typing import Any
+
+from tvr.core.engine import Engine
+from tvr.core.engine_config import EngineConfig
+from tvr.core.loader import load_engine
+from tvr.core.outputs import RequestOutput
+from tvr.core.prompt import Prompt
+from tvr.core.request import Request
+from tvr.core.sampling_params import SamplingParams
+from tvr.errors import ConfigError, RequestError
+
+
+class LLM(Engine):
+    """Loads and serves one model.
+
+    `generate`, `stream` and `chat` drive the engine themselves; servers use `add_request`, `step`
+    and `abort`. Use it as a context manager, or `close` it, to end its worker thread.
+
+    Example:
+        >>> llm = LLM("path/to/checkpoint")                                   # doctest: +SKIP
+        >>> llm.generate("Once upon a time", SamplingParams(max_tokens=20))   # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        *,
+        backend: str = "auto",
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory_fraction: float = 0.9,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool = True,
+        batch_invariant: bool = False,
+        load_format: str = "auto",
+        seed: int = 0,
+        plugins: str | PathLike[str] | Iterable[object] | None = None,
+        strict: bool = False,
+        max_lag: int = 1,
+    ) -> None:
+        """Load `model` and get ready to serve it.
+
+        Args:
+            model: directory of a Hugging Face checkpoint.
+            plugins: path of a plugins.toml, or plugin objects that rank before the configured
+                ones; None: `./plugins.toml` if there is one, else the packaged default.
+
+        All other arguments are those of `EngineConfig`.
+
+        Raises:
+            ConfigError, CheckpointError, CapacityError, BackendUnavailable, UnsupportedSpec.
+        """
+        config = EngineConfig(
+            backend=backend,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            memory_fraction=memory_fraction,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            batch_invariant=batch_invariant,
+            load_format=load_format,
+            seed=seed,
+            strict=strict,
+            max_lag=max_lag,
+        )
+        super().__init__(config, load_engine(model, config, plugins))
+        self._ids = itertools.count()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Return one finished output for each prompt, in order.
+
+        Args:
+            prompts: one prompt or a list of them. A list of ints is one prompt of token ids.
+            sampling_params: one for all, or one for each prompt.
+
+        Raises:
+            RequestError: some prompt can never be served; nothing is started then.
+        """
+        many = isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
+        batch: list[Any] = list(prompts) if many else [prompts]
+        params = sampling_params if isinstance(sampling_params, list) else [sampling_params]
+        if not isinstance(sampling_params, list):
+            params = params * len(batch)
+        if len(params) != len(batch):
+            raise RequestError(
+                f"{len(batch)} prompts came with {len(params)} sampling_params; "
+                "give one for all or one for each"
+            )
+        requests: list[Request] = []
+        try:
+            for prompt, p in zip(batch, params, strict=True):
+                requests.append(self._follow(prompt, p))
+            while not all(r.output.finished for r in requests):
+                self._deliver_later(self._advance())
+        finally:
+            self._conclude(requests)
+        return [r.output for r in requests]
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Yield the output of one prompt each time it has grown; the last one is finished.
+
+        Closing the iterator aborts the request. Several streams may be consumed in turn.
+        """
+        request = self._follow(prompt, sampling_params)
+        output, seen = request.output, 0
+        try:
+            while not output.finished:
+                self._deliver_later(self._advance())
+                progress = sum(len(o.token_ids) for o in output.outputs) + output.finished
+                if progress > seen:
+                    seen = progress
+                    yield output
+        finally:
+            self._conclude([request])
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        **template_kwargs: Any,  # noqa: ANN401
+    ) -> RequestOutput:
+        """Return the finished answer to a conversation, laid out by the model's chat template."""
+        return self.generate(self.chat_prompt(messages, **template_kwargs), sampling_params)[0]
+
+    def chat_prompt(
+        self,
+        messages: list[dict[str, Any]],
+        **template_kwargs: Any,  # noqa: ANN401
+    ) -> list[int]:
+        """Return the token ids of a conversation, ending where the answer begins."""
+        if self.tokenizer is None:
+            raise ConfigError("chat needs a tokenizer, and the checkpoint has none")
+        return self.tokenizer.apply_chat_template(messages, **template_kwargs)
+
+    def _follow(self, prompt: Prompt, params: SamplingParams | None) -> Request:
+        """Queue a request whose outputs `generate` or `stream` will hand out itself."""
+        request_id = f"tvr-{next(self._ids)}"
+        request = self._enqueue(request_id, prompt, params)
+        self._followed.add(request_id)
+        return request
