@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tvr.core.block_manager import BlockManager, PrefixHit
-from tvr.core.prefix_cache import BlockKey
+from tvr.core.block_manager import BlockManager
 from tvr.core.sequence import Sequence, SequenceStatus
 from tvr.core.step_record import StepRecord
 
@@ -41,19 +40,20 @@ class Placement:
         spare = blocks.num_free - self._num_growable
         if seq.need_blocks > spare and not blocks.is_cached(seq.missing_key):
             return False  # as the last time: spares a waiting sequence a lookup in every step
-        hit = self._find_prefix(seq, parent)
-        num_hits = len(hit.block_ids)
+        hit = blocks.lookup(seq.token_ids, seq.cache_salt)
+        shared = max(hit.block_ids, self._prompt_blocks(parent, seq), key=len)
         num_blocks = -(-len(seq.token_ids) // blocks.block_size)
-        # A hit that nobody owns is taken from the free ones, too.
-        num_unowned = sum(map(blocks.is_unused, hit.block_ids))
-        seq.need_blocks = min(num_blocks + 1, seq.max_blocks) - num_hits + num_unowned
+        # A shared block that nobody owns so far is taken from the free ones, too.
+        num_unowned = sum(map(blocks.is_unused, shared))
+        seq.need_blocks = min(num_blocks + 1, seq.max_blocks) - len(shared) + num_unowned
         seq.missing_key = hit.missing_key
         if seq.need_blocks > spare:
             return False
-        blocks.acquire(hit.block_ids)
-        seq.block_ids = hit.block_ids + blocks.allocate(num_blocks - num_hits)
-        seq.num_scheduled = num_hits * blocks.block_size
+        blocks.acquire(shared)
+        seq.block_ids = shared + blocks.allocate(num_blocks - len(shared))
+        seq.num_scheduled = len(shared) * blocks.block_size
         seq.num_prefill = len(seq.token_ids)
+        seq.num_published = len(hit.block_ids)
         seq.last_key = hit.last_key
         seq.row = self.free_rows.pop()
         if seq.status is SequenceStatus.WAITING:
@@ -101,15 +101,12 @@ class Placement:
             seq.last_key = self.blocks.publish(seq.block_ids[index], seq.last_key, tokens)
             seq.num_published = index + 1
 
-    def _find_prefix(self, seq: Sequence, parent: Sequence | None) -> PrefixHit:
-        """Return the longest prefix at hand: in the cache, or in the parent's prompt blocks."""
-        hit = self.blocks.lookup(seq.token_ids, seq.cache_salt)
+    def _prompt_blocks(self, parent: Sequence | None, seq: Sequence) -> list[int]:
+        """Return the full blocks of `parent`'s computed prompt that `seq` starts with, too."""
         if parent is None or not parent.is_prefilled or parent.cache_salt != seq.cache_salt:
-            return hit
-        size = self.blocks.block_size
-        num_shared = min(parent.num_prompt_tokens, len(seq.token_ids) - 1) // size
-        end = num_shared * size
-        if num_shared <= len(hit.block_ids) or parent.token_ids[:end] != seq.token_ids[:end]:
-            return hit
-        # The key chain starts anew: publishing walks over the shared blocks first.
-        return PrefixHit(parent.block_ids[:num_shared], BlockKey.root(seq.cache_salt), None)
+            return []
+        num_blocks = min(parent.num_prompt_tokens, len(seq.token_ids) - 1) // self.blocks.block_size
+        end = num_blocks * self.blocks.block_size
+        return (
+            parent.block_ids[:num_blocks] if parent.token_ids[:end] == seq.token_ids[:end] else []
+        )

@@ -176,7 +176,7 @@ class Scheduler:
         for seq in prefilling:
             if not budget:
                 break
-            if seq.paused_step != step_id:
+            if seq is not step.paused:
                 budget -= self._prefill(seq, step, entries, budget, _NO_BLOCKS)
         row_resets: list[RowReset] = []
         if budget and self._waiting:
@@ -265,7 +265,7 @@ class Scheduler:
     def _grow(self, seq: Sequence, step: StepRecord) -> tuple[int, ...] | None:
         """Decide on a decode at `num_scheduled`; return its new blocks, or None: not this step."""
         start = seq.num_scheduled
-        if seq.status is not SequenceStatus.RUNNING or seq.paused_step == step.step_id:
+        if seq.status is not SequenceStatus.RUNNING or seq is step.paused:
             return None  # preempted, or about to be, for a sequence before it in this very step
         if start >= seq.max_length - 1:
             return None  # ends by length when its last token arrives
@@ -291,8 +291,6 @@ class Scheduler:
     def _make_room(self, seq: Sequence, step: StepRecord) -> bool:
         """Get a block free for `seq` by preempting newer sequences; False: not in this step."""
         while not self.block_manager.num_free:
-            if step.has_paused:
-                return False
             victim = self._victim(seq, step)
             if victim is None:
                 return False
@@ -304,6 +302,8 @@ class Scheduler:
 
         If there is none, keep the newest out of this step, so that it is one for the next.
         """
+        if step.paused is not None:
+            return None  # searched in vain already, and no sequence comes to rest within a step
         newest = None
         for other in reversed(self._placement.running.values()):
             if other is seq:
@@ -312,9 +312,8 @@ class Scheduler:
                 return other
             newest = newest or other
         if newest is not None:
-            newest.paused_step = step.step_id
             newest.fast_until = 0
-            step.has_paused = True
+            step.paused = newest
         return None
 
     def _preempt(self, seq: Sequence) -> None:

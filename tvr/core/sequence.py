@@ -54,7 +54,6 @@ class Sequence:
         missing_key: the cache key whose absence ended its prefix hit at that attempt.
         num_bypassed: sequences admitted past it while it was first in line.
         last_step: the newest step that names it.
-        paused_step: the step it was kept out of, to make it a preemption victim.
         fast_until: a decode below this position needs no decision of the scheduler.
         num_published: leading blocks known to the prefix cache.
         last_key: the cache's key of the last of these.
@@ -83,7 +82,6 @@ class Sequence:
         "num_published",
         "num_scheduled",
         "parent_id",
-        "paused_step",
         "request_id",
         "row",
         "status",
@@ -121,7 +119,6 @@ class Sequence:
         self.max_blocks = 0
         self.num_bypassed = 0
         self.last_step = -1
-        self.paused_step = -1
         self.clear_place()
 
     def set_limits(self, *, max_model_len: int, num_blocks: int, block_size: int) -> None:
@@ -137,7 +134,7 @@ class Sequence:
             raise RequestError(f"{name}: the prompt is empty; it needs at least one token")
         if self.max_tokens < 1:
             raise RequestError(f"{name}: max_tokens = {self.max_tokens}, must be at least 1")
-        if self.max_lag < 0:
+        if self.max_lag not in (0, 1):
             raise RequestError(f"{name}: max_lag = {self.max_lag}, must be 0 or 1")
         if num_prompt >= max_model_len:
             raise RequestError(

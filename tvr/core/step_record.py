@@ -14,17 +14,17 @@ class StepRecord:
         writes: (sequence, epoch, end) of each prefill chunk and of each decode that fills a
             block: positions below `end` are in the cache once the step is done.
         held: row and blocks of each sequence that ended while this step named it.
-        has_paused: a sequence was kept out of this step to become a preemption victim.
+        paused: a sequence kept out of this step to become a preemption victim.
     """
 
-    __slots__ = ("has_paused", "held", "sampling", "step_id", "writes")
+    __slots__ = ("held", "paused", "sampling", "step_id", "writes")
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
         self.sampling: list[Sequence] = []
         self.writes: list[tuple[Sequence, int, int]] = []
         self.held: list[tuple[int, list[int]]] = []
-        self.has_paused = False
+        self.paused: Sequence | None = None
 
     def sequences(self) -> list[Sequence]:
         """Every sequence of the step, once."""
