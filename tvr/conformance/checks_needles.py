@@ -150,7 +150,8 @@ def _judge(
                 exact = wanted(s, position, head)
                 if exact is not None:
                     what = f"sequence {s}, position {position}, head {head}"
-                    limit = tolerance.needle_limit(case.spec.dtype) * exact.abs().max().item()
+                    limit = tolerance.needle_limit(case.spec.dtype, kv_len)
+                    limit *= exact.abs().max().item()
                     within(what, out[token, head], exact.double(), limit, "must be exact")
             token += 1
 
