@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from tvr.conformance import tolerance
-from tvr.conformance.inputs import (
+from tvr.conformance.judge import within
+from tvr.conformance.ledger import Check
+from tvr.conformance.sequences import (
     Sequences,
     attention_call,
     attention_spec,
     random_sequences,
 )
-from tvr.conformance.judge import within
-from tvr.conformance.ledger import Check
 
 if TYPE_CHECKING:
     from torch import Tensor

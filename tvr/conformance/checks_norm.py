@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from tvr.conformance import oracle, tolerance
 from tvr.conformance.inputs import make_call
-from tvr.conformance.judge import dtype_name, same_bits, within_ulps
+from tvr.conformance.judge import same_bits, within_ulps
 from tvr.conformance.ledger import Check, CheckFailed
 from tvr.conformance.subject import Call
+from tvr.conformance.tensors import dtype_name
 from tvr.contract import AddRmsNormSpec, matching_box
 
 if TYPE_CHECKING:

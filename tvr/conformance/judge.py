@@ -8,6 +8,7 @@ import torch
 
 from tvr.conformance import tolerance
 from tvr.conformance.ledger import CheckFailed
+from tvr.conformance.tensors import dtype_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,11 +51,6 @@ def small_frobenius(what: str, found: Tensor, wanted: Tensor, limit: float) -> N
         raise CheckFailed(
             f"{what}: relative Frobenius error {(error / size).item():.3g}, at most {limit:.3g}"
         )
-
-
-def dtype_name(x: Tensor) -> str:
-    """Return the contract's name of x's dtype."""
-    return str(x.dtype).removeprefix("torch.")
 
 
 def _refuse(what: str, wrong: Tensor, found: Tensor, wanted: Tensor, note: str) -> None:

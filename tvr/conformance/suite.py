@@ -8,11 +8,13 @@ import torch
 
 from tvr.conformance import (
     checks_attention,
+    checks_batching,
     checks_common,
     checks_dense,
     checks_kv,
     checks_needles,
     checks_norm,
+    checks_paging,
     checks_rope,
 )
 from tvr.conformance.cases import LEVELS, Case, cases
@@ -28,6 +30,8 @@ CHECKS: tuple[Check, ...] = (
     *checks_kv.CHECKS,
     *checks_dense.CHECKS,
     *checks_attention.CHECKS,
+    *checks_batching.CHECKS,
+    *checks_paging.CHECKS,
     *checks_needles.CHECKS,
 )
 
