@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -82,9 +83,14 @@ def run(
     elif prompt is None and not sys.stdin.isatty():
         raise ConfigError("no PROMPT was given; write it in quotes, or '-' to read it from stdin")
 
+    from tvr.core.config import ModelConfig
     from tvr.core.llm import LLM
     from tvr.core.plugin_config import find_config
+    from tvr.core.tokenizer import Tokenizer
 
+    ModelConfig.from_dir(model)
+    if not Path(model, "tokenizer.json").exists():
+        Tokenizer.from_dir(model)  # says what is missing, before the weights are read
     llm = LLM(
         model,
         backend=backend,
@@ -147,11 +153,15 @@ def _answer(dialogue: _Dialogue, prompt: str, stats: bool) -> None:
     printed = 0
     most_blocks = 0
     write_text = _text_writer()
-    for output in dialogue.stream(prompt):
-        text = output.outputs[0].text
-        write_text(text[printed:])
-        printed = len(text)
-        most_blocks = max(most_blocks, dialogue.llm.stats()["num_used_blocks"])
+    try:
+        for output in dialogue.stream(prompt):
+            text = output.outputs[0].text
+            write_text(text[printed:])
+            printed = len(text)
+            most_blocks = max(most_blocks, dialogue.llm.stats()["num_used_blocks"])
+    except KeyboardInterrupt:
+        write_text("\n")
+        raise
     write_text("\n")
     completion = output.outputs[0]
     if completion.finish_reason == "error":

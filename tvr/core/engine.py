@@ -205,15 +205,17 @@ class Engine:
 
     def _collect(self) -> dict[str, RequestOutput]:
         """Wait for the oldest step in flight and apply its results."""
-        output, pending = self._in_flight.popleft()
+        output, pending = self._in_flight[0]
         try:
             if isinstance(pending, Exception):
                 raise pending
-            tokens = pending()
+            tokens = pending()  # an interrupt in here leaves the step in flight, to wait for again
         except Exception as error:
+            self._in_flight.popleft()
             message = f"step {output.step_id} failed: {type(error).__name__}: {error}"
             updates = self._scheduler.fail_step(output.step_id, message)
         else:
+            self._in_flight.popleft()
             sampling = (e for e in output.entries if e.samples)
             results = [
                 Result(e.request_id, e.epoch, token)

@@ -1,0 +1,254 @@
+"""The command line, run as users run it: a process of its own, its streams and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from support.engines import save_shape, save_text_model
+from support.plugins import install
+
+TIMEOUT = 120
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_text_model(tmp_path_factory.mktemp("text"))
+
+
+def tvr(*args, stdin="", env=None, cwd=None):
+    return subprocess.run(
+        [sys.executable, "-c", "from tvr.cli import main; main()", *map(str, args)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=TIMEOUT,
+        env={**os.environ, **(env or {})},
+        cwd=cwd,
+        check=False,
+    )
+
+
+def refused(*args, **more) -> str:
+    """Run `tvr`, which must refuse; return its one line."""
+    done = tvr(*args, **more)
+    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tvr: error: ")
+    return line
+
+
+RUN = ["--max-tokens", 12, "--no-chat"]
+
+
+def test_run_continues_a_prompt_from_the_argument_and_from_stdin(model):
+    by_argument = tvr("run", "a dog", "--model", model, *RUN)
+    assert (by_argument.returncode, by_argument.stderr) == (0, "")
+    assert by_argument.stdout.endswith("\n")
+    assert len(by_argument.stdout) > 1
+    by_stdin = tvr("run", "-", "--model", model, *RUN, stdin="a dog")
+    assert by_stdin.stdout == by_argument.stdout
+
+
+def test_a_seed_fixes_the_sample_and_another_changes_it(model):
+    def sample(seed):
+        return tvr("run", "x", "--model", model, *RUN, "--temperature", 1, "--seed", seed).stdout
+
+    assert sample(1) == sample(1) != sample(2)
+
+
+def test_chat_and_its_system_message_reach_the_model(model):
+    plain, chat, system = (
+        tvr("run", "hello", "--model", model, "--max-tokens", 12, *more)
+        for more in (["--no-chat"], ["--chat"], ["--system", "be brief"])
+    )
+    assert [p.returncode for p in (plain, chat, system)] == [0, 0, 0]
+    assert len({plain.stdout, chat.stdout, system.stdout}) == 3
+
+
+def test_a_dialogue_needs_a_terminal(model):
+    assert "no PROMPT" in refused("run", "--model", model)
+
+
+def test_stats_say_times_memory_and_who_served_each_op(model):
+    done = tvr("run", "a dog", "--model", model, *RUN, "--stats")
+    assert done.returncode == 0
+    for word in ("TTFT", "tokens/s", "KV used", "KV pool", "op attention_decode", "torch"):
+        assert word in done.stderr
+    assert "TTFT" not in done.stdout
+
+
+def test_output_comes_as_it_is_made(model):
+    """The first text must be readable before the process has ended."""
+    process = subprocess.Popen(
+        [
+            *[sys.executable, "-c", "from tvr.cli import main; main()", "run", "a dog"],
+            *["--model", str(model), "--no-chat", "--max-tokens", "200", "--temperature", "1"],
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout.read(1)
+    running = process.poll() is None
+    process.communicate(timeout=TIMEOUT)
+    assert running
+    assert process.returncode == 0
+
+
+def test_an_interrupt_ends_cleanly(model):
+    process = subprocess.Popen(
+        [
+            *[sys.executable, "-c", "from tvr.cli import main; main()", "run", "a dog"],
+            *["--model", str(model), "--no-chat", "--max-tokens", "240", "--temperature", "1"],
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.read(1)
+    time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 130
+    assert stderr == b""
+
+
+def test_a_reader_that_leaves_ends_the_run_without_a_traceback(model):
+    process = subprocess.Popen(
+        [
+            *[sys.executable, "-c", "from tvr.cli import main; main()", "run", "a dog"],
+            *["--model", str(model), "--no-chat", "--max-tokens", "240", "--temperature", "1"],
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process.stdout.read(1)
+    process.stdout.close()
+    with process.stderr as stderr:
+        assert stderr.read() == b""
+    process.wait(TIMEOUT)
+
+
+def test_a_narrow_terminal_encoding_does_not_end_the_answer(model):
+    env = {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "LC_ALL": "C"}
+    done = tvr("run", "x", "--model", model, *RUN, "--temperature", 3, "--seed", 1, env=env)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, model):
+    assert "config.json" in refused("run", "x", "--model", tmp_path)
+    missing = tmp_path / "nowhere"
+    assert str(missing) in refused("run", "x", "--model", missing)
+    assert "config.json" in refused("run", "x", "--model", model / "config.json")
+    (tmp_path / "config.json").write_text("{")
+    assert "JSON" in refused("run", "x", "--model", tmp_path)
+
+
+def test_a_directory_without_a_tokenizer_is_refused_for_text(tmp_path):
+    path = save_shape(tmp_path)
+    assert "tokenizer.json" in refused("run", "x", "--model", path)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--temperature", "-1"], "temperature"),
+        (["--temperature", "nan"], "temperature"),
+        (["--temperature", "hot"], "--temperature"),
+        (["--top-p", "0"], "top_p"),
+        (["--top-p", "1.5"], "top_p"),
+        (["--top-k", "-2"], "top_k"),
+        (["--max-tokens", "0"], "max_tokens"),
+        (["--stop", ""], "stop"),
+        (["--seed", "99999999999999999999999"], "seed"),
+        (["--dtype", "int4"], "int4"),
+        (["--device", "tpu"], "tpu"),
+        (["--device", "cuda:"], "cuda:"),
+        (["--backend", "nosuch"], "nosuch"),
+        (["--plugins", "/nonexistent.toml"], "/nonexistent.toml"),
+        (["--no-such-option"], "--no-such-option"),
+        (["--system", "s", "--no-chat"], "--system"),
+        (["--max-model-len", "100000"], "256"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(model, args, message):
+    assert message in refused("run", "x", "--model", model, *args)
+
+
+def test_a_model_must_be_named():
+    assert "--model" in refused("run", "x")
+
+
+def test_a_prompt_past_the_context_is_refused_with_the_numbers(model):
+    line = refused("run", "-", "--model", model, "--no-chat", stdin="word " * 400)
+    assert "256" in line
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    done = tvr("run", "x", "--model", tmp_path, "--debug")
+    assert done.returncode == 2
+    assert "Traceback" in done.stderr
+
+
+def test_a_cuda_device_is_refused_where_there_is_none(model):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    assert "CUDA" in refused("run", "x", "--model", model, "--device", "cuda")
+
+
+UNAVAILABLE = """
+from tvr import hookimpl
+from tvr.contract import BackendInfo, Box
+
+@hookimpl
+def tvr_backend_info():
+    return BackendInfo(name="nogpu", abi=(1, 0), ops={"rope": [Box(dtypes=["float32"])]})
+
+@hookimpl
+def tvr_probe(device):
+    return ["no driver was found"]
+
+@hookimpl
+def tvr_bind_rope(spec, device):
+    return None
+"""
+
+
+def test_a_backend_that_cannot_run_is_passed_over_and_refused_by_name(model, tmp_path):
+    install(
+        tmp_path,
+        "nogpu",
+        entry_points={"nogpu": "nogpu_module"},
+        sources={"nogpu_module.py": UNAVAILABLE},
+    )
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    assert tvr("run", "x", "--model", model, *RUN, env=env).returncode == 0
+    line = refused("run", "x", "--model", model, "--backend", "nogpu", env=env)
+    assert "no driver was found" in line
+
+
+def test_backends_lists_and_explains():
+    table = tvr("backends")
+    assert table.returncode == 0
+    assert "torch" in table.stdout
+    assert "ok" in table.stdout
+    explained = tvr("backends", "--explain")
+    assert "attention_decode: torch" in explained.stdout
+    data = json.loads(tvr("backends", "--explain", "--json").stdout)
+    by_name = {b["name"]: b for b in data["backends"]}
+    assert by_name["torch"]["status"] == "ok"
+    assert {op["op"]: op["served_by"] for op in data["ops"]}["rope_kv_write"] == "torch"
+
+
+def test_the_version_is_printed():
+    from tvr import __version__
+
+    assert tvr("--version").stdout == f"tvr {__version__}\n"

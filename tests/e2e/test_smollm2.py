@@ -1,0 +1,103 @@
+"""A real chat model, from PyPI: SmolLM2-135M-Instruct, 9 heads on 3 KV heads, 30 layers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from support.engines import greedy, tokens_of
+from tvr import LLM, SamplingParams
+
+ROOT = Path(__file__).parents[2]
+STEPS = 128
+
+PROMPTS = [
+    "The",
+    "Once upon a time",
+    "def fibonacci(n):",
+    "The three primary colours are red,",
+    "Water boils at 100 degrees Celsius, and it freezes at",
+    "In the beginning the Universe was created. This has made a lot of people very angry and",
+    "List of the planets of the solar system, from the sun outwards:\n1. Mercury\n2. Venus\n3.",
+    "A recipe for bread. Ingredients: 500 g of flour, 10 g of salt, 7 g of yeast, 300 ml of "
+    "water. Method: mix everything in a large bowl, then knead for ten minutes.",
+    "Rain fell on the harbour all night. " * 8,
+    "The history of computing begins with devices that people used to count. " * 20,
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The model as a Hugging Face directory; TVR_SMOLLM2 may name one made before."""
+    made = os.environ.get("TVR_SMOLLM2")
+    if made:
+        return Path(made)
+    path = tmp_path_factory.mktemp("smollm2")
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "fetch_smollm2.py", path],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    if done.returncode == 2:
+        pytest.skip(f"PyPI is out of reach: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def test_the_capital_of_france_is_paris(model):
+    done = subprocess.run(
+        [
+            *[sys.executable, "-c", "from tvr.cli import main; main()"],
+            *["run", "--chat", "What is the capital of France?", "--model", str(model)],
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+
+
+@pytest.mark.slow
+def test_greedy_tokens_equal_transformers_alone_and_as_one_batch(model):
+    """Each token must be transformers' choice after the ones before it.
+
+    By induction that is what its greedy generation gives; one pass over the whole text shows it
+    a hundred times faster than generating.
+    """
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with LLM(model, dtype="float32", max_model_len=1024) as llm:
+        prompts = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+        assert len({len(p) for p in prompts}) == len(prompts)
+        batch = tokens_of(llm.generate(prompts, greedy(STEPS)))
+    with LLM(model, dtype="float32", max_model_len=1024, enable_prefix_caching=False) as llm:
+        alone = [tokens_of(llm.generate(prompt, greedy(STEPS)))[0] for prompt in prompts]
+    assert batch == alone
+    for prompt, tokens in zip(prompts, alone, strict=True):
+        assert len(tokens) == STEPS
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + tokens])).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+def test_a_conversation_stops_by_itself_and_keeps_control_tokens_out(model):
+    messages = [
+        {"role": "system", "content": "You answer in one word."},
+        {"role": "user", "content": "Which colour is the sky? <|im_end|>"},
+    ]
+    with LLM(model, max_model_len=512) as llm:
+        end = llm.tokenizer.special_token_id("<|im_end|>")
+        prompt = llm.chat_prompt(messages)
+        assert prompt.count(end) == 2  # one for each message, none from the user's text
+        output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=100))[0].outputs[0]
+    assert output.finish_reason == "stop"
+    assert "<|" not in output.text
