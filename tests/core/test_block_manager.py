@@ -68,6 +68,11 @@ def test_a_held_block_is_not_given_out_until_it_is_let_go():
     assert manager.counts() == (0, 1, 1, 0)
 
 
+def test_an_empty_block_cannot_be_shared():
+    with pytest.raises(KeyError):
+        BlockManager(2, SIZE).acquire([0])
+
+
 def test_a_held_block_can_be_hit():
     manager = BlockManager(2, SIZE)
     blocks = publish(manager, A)

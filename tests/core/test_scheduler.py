@@ -63,11 +63,13 @@ def test_a_request_that_can_never_run_is_refused_with_the_numbers(prompt, option
 
 
 @both_lags
-def test_the_largest_request_that_fits_runs(lag):
+@pytest.mark.parametrize("num_prompt", [100, 160])
+def test_the_largest_request_that_fits_runs(lag, num_prompt):
     loop = Loop(num_blocks=10, lag=lag)
-    seq = loop.add("x", [1] * 100, max_tokens=61)  # the last token needs no slot
+    max_tokens = 161 - num_prompt  # the last token needs no slot
+    seq = loop.add("x", [1] * num_prompt, max_tokens=max_tokens)
     loop.drain()
-    assert seq.num_output_tokens == 61
+    assert seq.num_output_tokens == max_tokens
     loop.assert_as_alone(seq)
     loop.assert_empty()
 

@@ -171,6 +171,8 @@ def test_a_resumed_sequence_computes_all_but_what_it_finds_cached(lag):
                     assert entry.start + entry.num_tokens <= len(seq.token_ids)
         loop.outputs.clear()
     assert known
+    # What it finds of its own is no prefix hit of the request.
+    assert all(seq.num_cached_tokens == 0 for seq in loop.sequences.values())
     assert max(known.values()) >= 16  # some resumed sequence did find blocks of its own
     loop.assert_as_alone(*loop.sequences.values())
 
@@ -199,6 +201,56 @@ def test_a_resumed_sequence_is_not_preempted_again_without_progress(lag):
     preempted = [name for output in loop.outputs for name in output.preempted]
     assert preempted == ["second"]
     loop.assert_as_alone(first, second)
+
+
+@pytest.mark.parametrize(("num_prompt", "fits"), [(80, False), (64, True)])
+def test_admission_leaves_room_to_grow_for_the_new_one_and_for_the_running_ones(num_prompt, fits):
+    loop = Loop(lag=0, num_blocks=10, max_num_batched_tokens=128, max_model_len=160)
+    loop.add("running", [1] * 60, max_tokens=90)
+    loop.step()  # 4 blocks used, 1 kept for it: 5 for the new one, which wants 1 to grow
+    seq = loop.add("new", [2] * num_prompt, max_tokens=20)
+    loop.step()
+    assert (seq.row >= 0) is fits
+
+
+def test_a_waiting_request_notices_that_its_prefix_has_been_cached_meanwhile():
+    loop = Loop(lag=0, num_blocks=10, max_num_batched_tokens=128, max_model_len=160)
+    first = loop.add("first", [1] * 81, max_tokens=10)
+    second = loop.add("second", [1] * 81, max_tokens=10)
+    loop.step()
+    assert second.row < 0
+    loop.step()
+    assert second.num_cached_tokens == 80
+    assert first.finish_reason is None
+    loop.drain()
+    loop.assert_as_alone(first, second)
+
+
+@pytest.mark.parametrize("chunk", [8, 64])
+def test_the_oldest_sequence_is_never_kept_waiting_for_a_block(chunk):
+    """Ahead by a step, every newer sequence is always in flight: one must be made to pause."""
+    rng = random.Random(1)
+    num_waits = 0
+    for _ in range(40):
+        loop = Loop(num_blocks=12, max_num_batched_tokens=chunk, max_num_seqs=4, max_model_len=160)
+        for index in range(12):
+            prompt = [index] * rng.choice([1, 5, 60, 90])
+            loop.add(str(index), prompt, max_tokens=rng.randrange(20, 70))
+        missed = 0
+        while loop.scheduler.has_unfinished:
+            output = loop.schedule()
+            running = loop.scheduler._placement.running.values()
+            oldest = next(iter(running), None)
+            if output is not None and oldest is not None and loop.in_flight:
+                named = {entry.request_id for entry in output.entries}
+                ends = oldest.num_scheduled >= oldest.max_length - 1
+                missed = 0 if oldest.request_id in named or ends else missed + 1
+                num_waits += missed
+                assert missed <= 1
+            if output is None or len(loop.in_flight) == 2:
+                loop.update()
+        loop.assert_as_alone(*loop.sequences.values())
+    assert num_waits > 5  # it did come to that
 
 
 @both_lags
@@ -272,9 +324,10 @@ def test_big_requests_do_not_starve_small_ones(lag):
 
 @both_lags
 @pytest.mark.parametrize("caching", [True, False])
-def test_children_share_the_full_prompt_blocks_and_compute_the_tail(lag, caching):
+@pytest.mark.parametrize("length", [33, 40, 48])
+def test_children_share_the_full_prompt_blocks_and_compute_the_tail(lag, caching, length):
     loop = Loop(lag=lag, enable_prefix_caching=caching)
-    prompt = [token % 5 for token in range(40)]
+    prompt = [token % 5 for token in range(length)]
     parent = loop.add("x", prompt, max_tokens=9)
     children = [
         loop.add(f"x-{index}", prompt, max_tokens=9, parent_id="x") for index in range(1, 3)
@@ -289,7 +342,9 @@ def test_children_share_the_full_prompt_blocks_and_compute_the_tail(lag, caching
     loop.drain()
     loop.assert_as_alone(parent, *children)
     loop.assert_empty()
-    assert loop.device.num_computed == 40 + 2 * 8 + 3 * 8
+    assert loop.device.num_computed == length + 2 * (length - 32) + 3 * 8
+    started = [reset.request_id for output in loop.outputs for reset in output.row_resets]
+    assert started == ["x", "x-1", "x-2"]
 
 
 @both_lags
@@ -297,12 +352,15 @@ def test_children_wait_for_the_whole_prompt_of_their_parent(lag):
     loop = Loop(lag=lag, max_num_batched_tokens=16)
     loop.add("x", [1] * 40)
     child = loop.add("x-1", [1] * 40, parent_id="x")
-    for _ in range(3):
+    loop.step()
+    late = loop.add("x-2", [1] * 40, parent_id="x")
+    for _ in range(2):
         assert child.row < 0
+        assert late.row < 0
         loop.step()
     loop.drain()
-    assert child.num_cached_tokens == 32
-    loop.assert_as_alone(child)
+    assert child.num_cached_tokens == late.num_cached_tokens == 32
+    loop.assert_as_alone(child, late)
 
 
 @both_lags
@@ -329,6 +387,77 @@ def test_a_child_of_a_request_that_is_gone_or_differs_prefills_alone():
     loop.drain()
     assert orphan.num_cached_tokens == stranger.num_cached_tokens == 0
     loop.assert_as_alone(orphan, parent, stranger)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_child_does_not_wait_for_a_preempted_parent(when):
+    loop = Loop(
+        lag=0,
+        num_blocks=8,
+        max_num_batched_tokens=3,
+        max_num_seqs=3,
+        max_model_len=128,
+        enable_prefix_caching=False,
+    )
+    old = [loop.add(f"old{index}", [index], max_tokens=60) for index in range(2)]
+    loop.step()
+    parent = loop.add("x", [5] * 60, max_tokens=4)
+    children = []
+    if when == "before":
+        children.append(loop.add("x-1", [5] * 60, max_tokens=4, parent_id="x"))
+    while parent.status is not SequenceStatus.PREEMPTED:
+        assert not parent.is_prefilled
+        loop.step()
+    if when == "after":
+        children.append(loop.add("x-1", [5] * 60, max_tokens=4, parent_id="x"))
+    assert loop.scheduler._waiting._children == {}
+    loop.drain()
+    loop.assert_as_alone(*old, parent, *children)
+
+
+def test_a_child_shares_what_the_cache_has_lost():
+    """The parent's own blocks are not the findable copy, and that copy is evicted.
+
+    What the child computes is published after all that comes before it.
+    """
+    loop = Loop(lag=0, num_blocks=10, max_num_seqs=2, max_num_batched_tokens=128)
+    prompt = [1] * 40
+    loop.add("twin", prompt, max_tokens=1)
+    loop.add("x", prompt, max_tokens=50)
+    loop.step()
+    loop.add("evict", [2] * 96, max_tokens=1)
+    while loop.sequences["evict"].finish_reason is None:
+        loop.step()
+    child = loop.add("x-1", prompt, max_tokens=20, parent_id="x")
+    assert len(loop.scheduler.block_manager.lookup(prompt).block_ids) < 2
+    loop.step()
+    assert child.num_cached_tokens == 32
+    assert child.block_ids[:2] == loop.sequences["x"].block_ids[:2]
+    assert len(loop.scheduler.block_manager.lookup(prompt).block_ids) == 2
+    loop.drain()
+    loop.assert_as_alone(*loop.sequences.values())
+    loop.assert_empty()
+
+
+def test_a_child_of_another_salt_shares_nothing():
+    loop = Loop(lag=0)
+    loop.add("x", [1] * 40, max_tokens=9)
+    loop.step()
+    child = loop.add("x-1", [1] * 40, parent_id="x", cache_salt="other")
+    loop.drain()
+    assert child.num_cached_tokens == 0
+
+
+def test_a_child_never_shares_what_its_parent_generates():
+    """The last of these tokens is known before its K and V are written."""
+    loop = Loop(lag=0, enable_prefix_caching=False)
+    parent = loop.add("x", [1] * 16, max_tokens=40)
+    while len(parent.token_ids) < 32:
+        loop.step()
+    child = loop.add("x-1", [*parent.token_ids, 3], parent_id="x")
+    loop.drain()
+    assert child.num_cached_tokens == 16
+    loop.assert_as_alone(parent, child)
 
 
 @both_lags
