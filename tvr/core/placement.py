@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tvr.core.block_manager import BlockManager
+from tvr.core.in_flight import StepRecord
 from tvr.core.sequence import Sequence, SequenceStatus
-from tvr.core.step_record import StepRecord
 
 
 class Placement:

@@ -6,18 +6,19 @@ results: `schedule` for step n + 1 while step n is on the device.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence as Seq
+from operator import attrgetter
 
 from tvr.core.block_manager import BlockManager
+from tvr.core.in_flight import StepRecord, StepsInFlight
 from tvr.core.placement import Placement
 from tvr.core.schedule_output import Entry, Result, RowReset, ScheduleOutput, SequenceUpdate
 from tvr.core.sequence import Sequence, SequenceStatus
-from tvr.core.step_record import StepRecord
 from tvr.core.waiting_queue import WaitingQueue
 from tvr.errors import ConfigError, RequestError
 
 _NO_BLOCKS: tuple[int, ...] = ()
+_request_id = attrgetter("request_id")
 
 
 class Scheduler:
@@ -78,9 +79,7 @@ class Scheduler:
         self._live: dict[str, Sequence] = {}
         self._waiting = WaitingQueue(max_bypass)
         self._placement = Placement(self.block_manager, max_num_seqs)
-        self._in_flight: deque[StepRecord] = deque()
-        self._next_step = 0
-        self._last_updated = -1
+        self._in_flight = StepsInFlight()
         self._preempted: list[str] = []  # not yet told
 
     @property
@@ -146,8 +145,8 @@ class Scheduler:
         """Plan the next step; None if nothing can run before the next `update`, or at all."""
         if len(self._in_flight) > self.max_lag:
             return None
-        step_id = self._next_step
-        step = StepRecord(step_id)
+        step = self._in_flight.new()
+        step_id = step.step_id
         entries: list[Entry] = []
         prefilling: list[Sequence] = []
         sampling = step.sampling
@@ -183,8 +182,7 @@ class Scheduler:
             budget = self._admit(step, entries, row_resets, budget)
         if not entries:
             return None
-        self._next_step += 1
-        self._in_flight.append(step)
+        self._in_flight.push(step)
         preempted, self._preempted = self._preempted, []
         num_tokens = self.max_num_batched_tokens - budget
         return ScheduleOutput(step_id, entries, num_decodes, num_tokens, preempted, row_resets)
@@ -203,14 +201,14 @@ class Scheduler:
         Raises:
             ConfigError: not the oldest step, or not its results; nothing has changed then.
         """
-        step = self._oldest(step_id)
-        if [result[0] for result in results] != [seq.request_id for seq in step.sampling]:
+        step = self._in_flight.oldest(step_id)
+        given, sampled = list(map(_request_id, results)), list(map(_request_id, step.sampling))
+        if given != sampled:
             raise ConfigError(
-                f"update of step {step_id}: results for {[result[0] for result in results]}, it"
-                f" samples for {[seq.request_id for seq in step.sampling]}, in this order"
+                f"update of step {step_id}: results for {given}; it samples for {sampled}, in this"
+                " order"
             )
-        self._in_flight.popleft()
-        self._last_updated = step_id
+        self._in_flight.pop()
         updates: list[SequenceUpdate] = []
         ended: list[tuple[Sequence, str]] = []
         new_tuple = tuple.__new__
@@ -245,22 +243,12 @@ class Scheduler:
         Raises:
             ConfigError: not the oldest step in flight.
         """
-        step = self._oldest(step_id)
-        self._in_flight.popleft()
-        self._last_updated = step_id
+        step = self._in_flight.oldest(step_id)
+        self._in_flight.pop()
         live = [seq for seq in step.sequences() if seq.finish_reason is None]
         updates = [self._fail(seq, error) for seq in live]
         self._placement.release_held(step)
         return updates
-
-    def _oldest(self, step_id: int) -> StepRecord:
-        if not self._in_flight or self._in_flight[0].step_id != step_id:
-            in_flight = [step.step_id for step in self._in_flight]
-            raise ConfigError(
-                f"update of step {step_id}: steps in flight are {in_flight}; update each once, in"
-                " order"
-            )
-        return self._in_flight[0]
 
     def _grow(self, seq: Sequence, step: StepRecord) -> tuple[int, ...] | None:
         """Decide on a decode at `num_scheduled`; return its new blocks, or None: not this step."""
@@ -308,7 +296,7 @@ class Scheduler:
         for other in reversed(self._placement.running.values()):
             if other is seq:
                 break
-            if other.last_step <= self._last_updated:
+            if self._in_flight.last_naming(other) is None:
                 return other
             newest = newest or other
         if newest is not None:
@@ -378,14 +366,10 @@ class Scheduler:
         """End a live sequence; its row and blocks come back once no step in flight names them."""
         del self._live[seq.request_id]
         if seq.status is SequenceStatus.RUNNING:
-            is_named = seq.last_step > self._last_updated
-            self._placement.remove(seq, self._record(seq.last_step) if is_named else None)
+            self._placement.remove(seq, self._in_flight.last_naming(seq))
         else:
             self._waiting.remove(seq)
         seq.epoch += 1
         seq.finish_reason = reason
         seq.status = SequenceStatus.FINISHED
         self._waiting.release_children(seq.request_id)
-
-    def _record(self, step_id: int) -> StepRecord:
-        return self._in_flight[step_id - self._in_flight[0].step_id]

@@ -1,0 +1,82 @@
+"""Steps that were scheduled and have not been updated, and what must be known of them then."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tvr.core.sequence import Sequence
+from tvr.errors import ConfigError
+
+
+class StepRecord:
+    """A step in flight.
+
+    Attributes:
+        step_id: its number.
+        sampling: the sequences it samples for, in the order of the entries.
+        writes: (sequence, epoch, end) of each prefill chunk and of each decode that fills a
+            block: positions below `end` are in the cache once the step is done.
+        held: row and blocks of each sequence that ended while this step named it.
+        paused: a sequence kept out of this step to become a preemption victim.
+    """
+
+    __slots__ = ("held", "paused", "sampling", "step_id", "writes")
+
+    def __init__(self, step_id: int) -> None:
+        self.step_id = step_id
+        self.sampling: list[Sequence] = []
+        self.writes: list[tuple[Sequence, int, int]] = []
+        self.held: list[tuple[int, list[int]]] = []
+        self.paused: Sequence | None = None
+
+    def sequences(self) -> list[Sequence]:
+        """Every sequence of the step, once."""
+        return list(dict.fromkeys([*self.sampling, *(seq for seq, _, _ in self.writes)]))
+
+
+class StepsInFlight:
+    """The steps in flight, oldest first; numbers new ones.
+
+    Attributes:
+        last_updated: number of the newest step that is over.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[StepRecord] = deque()
+        self._next_id = 0
+        self.last_updated = -1
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def new(self) -> StepRecord:
+        """Return a record for the next step; it counts only once it is `push`ed."""
+        return StepRecord(self._next_id)
+
+    def push(self, step: StepRecord) -> None:
+        """Put the next step in flight."""
+        self._steps.append(step)
+        self._next_id += 1
+
+    def oldest(self, step_id: int) -> StepRecord:
+        """Return the oldest step.
+
+        Raises:
+            ConfigError: it is not `step_id`.
+        """
+        if not self._steps or self._steps[0].step_id != step_id:
+            raise ConfigError(
+                f"update of step {step_id}: steps in flight are"
+                f" {[step.step_id for step in self._steps]}; update each once, in order"
+            )
+        return self._steps[0]
+
+    def pop(self) -> None:
+        """Count the oldest step as over."""
+        self.last_updated = self._steps.popleft().step_id
+
+    def last_naming(self, seq: Sequence) -> StepRecord | None:
+        """Return the newest step in flight that names a running sequence, if any does."""
+        if seq.last_step <= self.last_updated:
+            return None
+        return self._steps[seq.last_step - self._steps[0].step_id]
