@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -29,7 +28,7 @@ from tvr.core.ops import OpTable
 from tvr.core.plugin_config import PluginConfig, find_config
 from tvr.core.plugins import BackendManager
 from tvr.core.profile import profile_peak_bytes
-from tvr.core.runner import ModelRunner
+from tvr.core.runner import ModelRunner, on_device
 from tvr.core.sampler import SamplerState
 from tvr.core.tokenizer import Tokenizer
 from tvr.core.weights import dummy_weights, load_weights
@@ -134,16 +133,13 @@ def load_engine(
     _, ops = load_backends(config, device, plugins)
     where = torch.device(str(device))
     if device.type == "cuda":
-        # The current device of this thread is where every allocation and launch goes.
-        torch.cuda.set_device(where)
         memory, contexts = torch.cuda.mem_get_info(where)[0], seqs
     else:
         memory, contexts = cpu_pool_bytes(config, model_config, dtype), CPU_POOL_SEQUENCES
     num_blocks, context = size_pool(
         config, model_config, dtype=dtype, pool_bytes=memory, contexts=contexts
     )
-    stream = ops.stream
-    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+    with on_device(where, ops.stream):
         if dummy:
             weights = dummy_weights(model_config, dtype=dtype, device=where, seed=config.seed)
         else:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +39,15 @@ class RowState:
 Pending = Callable[[], list[int]]
 
 
+def on_device(
+    device: torch.device, stream: torch.cuda.Stream | None
+) -> AbstractContextManager[Any]:
+    """Return a context in which torch allocates and launches on `device`, on `stream` if given."""
+    if stream is not None:
+        return torch.cuda.stream(stream)
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 class ModelRunner:
     """Runs packed steps on one device, in the order they are submitted."""
 
@@ -55,6 +66,7 @@ class ModelRunner:
         self._tables = tables
         self._sampler = sampler
         self._device = tables.device
+        self._stream = ops.stream
         num_rows = tables.last_token.shape[0]
         self._prompt_lens = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
         self._argmax = argmax
@@ -75,11 +87,13 @@ class ModelRunner:
         if self._worker is not None:
             future = self._worker.submit(self._run, packed, resets)
             return lambda: future.result().tolist()
-        tokens = self._run(packed, resets)
-        on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        on_host.copy_(tokens, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record()
+        # Whichever thread this is: its current device and stream may be others.
+        with on_device(self._device, self._stream):
+            tokens = self._run(packed, resets)
+            on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            on_host.copy_(tokens, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
 
         def wait() -> list[int]:
             done.synchronize()
