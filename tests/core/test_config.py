@@ -211,6 +211,7 @@ def test_rotary_settings_per_layer_type_are_refused():
         ("layer_types sliding_attention", {"layer_types": ["sliding_attention"]}),
         ("sliding_window 4095", {"sliding_window": 4095}),
         ("dtype 'float8_e4m3fn'", {"dtype": "float8_e4m3fn"}),
+        ("layer_types is 5", {"layer_types": 5}),
     ],
 )
 def test_what_would_change_the_result_is_refused_by_name(match, edits):
@@ -258,8 +259,13 @@ def test_mistral_without_a_window_is_the_same_graph():
 def test_a_size_that_is_missing_or_no_whole_number_is_refused_by_name(key):
     with pytest.raises(ConfigError, match=f"{key} is missing"):
         ModelConfig.from_dict(without(key))
-    for bad in (0, -1, 2.5, "32", True):
+    for bad in (0, -1, 2.5, "32", True, 2**31):
         refused(f"{key} is {bad!r}", **{key: bad})
+
+
+def test_an_eps_past_every_float_is_refused():
+    refused("rms_norm_eps", rms_norm_eps=10**400)
+    refused("rope_theta", rope_theta=10**400)
 
 
 def test_flags_must_be_booleans():
@@ -287,6 +293,11 @@ def test_eps_and_bias_and_tie_are_read():
 )
 def test_dtype_is_read_under_both_names(edits, dtype):
     assert parse(**edits).dtype == dtype
+
+
+@pytest.mark.parametrize(("given", "found"), [(1, 1), ([1, 2], 1), (-1, None), (10**6, None)])
+def test_a_bos_id_outside_the_vocabulary_is_none(given, found):
+    assert parse(bos_token_id=given).bos_token_id == found
 
 
 def test_eos_ids_of_both_files_are_merged():
@@ -359,8 +370,22 @@ def test_a_directory_that_is_none_is_refused(tmp_path):
         ModelConfig.from_dir(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "\ufffd"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "\ufffd", "[" * 100_000])
 def test_a_config_that_is_no_json_object_is_refused_by_file(tmp_path, text):
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"config.json"):
+        ModelConfig.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_file_that_is_not_downloaded_is_refused_as_such(tmp_path, name):
+    """Taken for absent, a lost generation_config.json would cost a chat model its EOS ids."""
+    write(tmp_path, "config.json", BASE)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("blobs/0123")
+    with pytest.raises(CheckpointError, match=rf"{name} .*\(a link to blobs/0123"):
+        ModelConfig.from_dir(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(CheckpointError, match=rf"{name} is a Git LFS pointer"):
         ModelConfig.from_dir(tmp_path)

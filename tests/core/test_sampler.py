@@ -262,7 +262,7 @@ def test_stop_tokens_wait_for_min_tokens():
 
     def token(position, **fields):
         params = SamplingParams(temperature=0, stop_token_ids=[77], **fields)
-        state = SamplerState(1, VOCAB, "cpu", eos_token_ids={2})
+        state = SamplerState(1, VOCAB, "cpu", eos_token_ids={2, VOCAB})
         state.reset(0, params, 0, [1])
         row = torch.tensor([0])
         return sample(logits, state, row, torch.tensor([position]), argmax_op).item()

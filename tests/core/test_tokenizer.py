@@ -179,13 +179,32 @@ def test_a_directory_without_tokenizer_json_is_an_error_naming_what_is_there(tmp
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
-@pytest.mark.parametrize("content", ["{", "[1]"])
+@pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000, "version https://git-lfs"])
 def test_a_damaged_file_is_an_error_naming_it(tmp_path, name, content):
     small.save_llama3(tmp_path)
     (tmp_path / name).write_text(content)
     with pytest.raises(CheckpointError) as error:
         Tokenizer.from_dir(tmp_path)
     assert_one_line(error, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    ],
+)
+def test_a_link_that_leads_nowhere_is_not_taken_for_an_absent_file(tmp_path, name):
+    small.save_llama3(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("blobs/0123")
+    with pytest.raises(CheckpointError) as error:
+        Tokenizer.from_dir(tmp_path)
+    assert_one_line(error, name, "blobs/0123")
 
 
 @pytest.mark.parametrize("save", [small.save_llama3, small.save_llama2, small.save_chatml])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -247,8 +249,30 @@ def test_a_longer_file_than_its_header_says_is_refused(tmp_path):
     refused(path, r"model.safetensors is truncated or damaged")
 
 
+def entry(**fields: object) -> bytes:
+    whole = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **fields}
+    return json.dumps({"a": whole}).encode()
+
+
 @pytest.mark.parametrize(
-    "header", [b"{", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [1]}}', b"\xff"]
+    "header",
+    [
+        b"{",
+        b"[]",
+        b'{"a": 1}',
+        b'{"a": {"dtype": "F32", "shape": [1]}}',
+        b"\xff",
+        b"[" * 100_000,
+        entry(shape=[float("inf")]),
+        entry(shape=["1"]),
+        entry(shape=[-1]),
+        entry(shape=1),
+        entry(data_offsets=[0, 2.5]),
+        entry(data_offsets=[4, 0]),
+        entry(data_offsets=[0]),
+        entry(data_offsets="ab"),
+    ],
+    ids=lambda header: header[:60].decode(errors="replace"),
 )
 def test_a_damaged_header_is_refused_by_file(tmp_path, header):
     data = len(header).to_bytes(8, "little") + header
@@ -359,6 +383,34 @@ def test_headers_are_checked_before_memory_is_taken(tmp_path, monkeypatch, spoil
 
     monkeypatch.setattr(weights_module.Weights, "empty", only_meta)
     refused(path, "model")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is counted in other units")
+def test_loading_holds_little_beside_the_weights(tmp_path):
+    """Pages of a mapping count as memory: mapping a whole file to its end held the model twice."""
+    config = replace(CONFIG, vocab_size=64, hidden_size=1024, intermediate_size=4096, num_layers=8)
+    header, end = {}, 0
+    for name, slot in Weights.empty(config, "float32", "meta").slots(config):
+        offsets = [end, end := end + 4 * slot.numel()]
+        header[name] = {"dtype": "F32", "shape": list(slot.shape), "data_offsets": offsets}
+    raw = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as f:
+        f.write(len(raw).to_bytes(8, "little") + raw)
+        f.truncate(8 + len(raw) + end)  # a hole, read as zeros
+    code = f"""
+import resource
+from tvr.core.config import ModelConfig
+from tvr.core.weights import load_weights
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+weights = load_weights({str(tmp_path)!r}, {config!r}, dtype="float32", device="cpu")
+print(peak() - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert end > 400e6
+    assert int(done.stdout) < 1.25 * end
 
 
 def test_weights_that_do_not_fit_are_refused_with_their_size():

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tvr.core.text_files import LFS_MAGIC, dangling, is_there, read_json
 from tvr.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -19,7 +20,6 @@ SINGLE_NAME = "model.safetensors"
 #: safetensors' names of the dtypes that weights may have.
 DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-_LFS_MAGIC = b"version https://git-lfs"
 _FOREIGN_SUFFIXES = (".bin", ".pth", ".pt", ".gguf", ".npz")
 
 
@@ -62,7 +62,7 @@ def read_headers(path: Path) -> dict[str, TensorInfo]:
     if missing:
         raise CheckpointError(
             f"{path / INDEX_NAME} names files that are not there: {', '.join(missing)}"
-            f"{_dangling(files[missing[0]])}; download the whole checkpoint again"
+            f"{dangling(files[missing[0]])}; download the whole checkpoint again"
         )
     headers = {name: _read_header(file) for name, file in files.items()}
     lost = [name for name, file in weight_map.items() if name not in headers[file]]
@@ -91,16 +91,11 @@ def shorten(names: Sequence[str], limit: int = 5) -> str:
 def _read_index(path: Path) -> dict[str, str] | None:
     """Return the index's map from tensor name to file name; None if there is no index."""
     file = path / INDEX_NAME
-    if not file.exists() and not file.is_symlink():
+    if not is_there(file):
         return None
-    try:
-        weight_map = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
-    except FileNotFoundError as e:
-        raise CheckpointError(f"{file} cannot be opened{_dangling(file)}") from e
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise CheckpointError(f"{file} is not a safetensors index: {e!r}") from e
+    weight_map = read_json(file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{file}: weight_map is empty or not an object")
+        raise CheckpointError(f"{file}: weight_map is missing, empty or not an object")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
             raise CheckpointError(f"{file}: {name} is mapped to {shard!r}, not to a file name")
@@ -129,8 +124,8 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
     try:
         size = file.stat().st_size
         with file.open("rb") as f:
-            start = f.read(len(_LFS_MAGIC))
-            if start == _LFS_MAGIC:
+            start = f.read(len(LFS_MAGIC))
+            if start == LFS_MAGIC.encode():
                 raise CheckpointError(
                     f"{file} is a Git LFS pointer, not the weights; run `git lfs pull`"
                 )
@@ -143,8 +138,8 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
             f.seek(8)
             header: dict[str, Any] = json.loads(f.read(length))
     except FileNotFoundError as e:
-        raise CheckpointError(f"{file} cannot be opened{_dangling(file)}") from e
-    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{file} cannot be opened{dangling(file)}") from e
+    except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(f"{file} is not a safetensors file: {e}") from e
     try:
         header.pop("__metadata__", None)
@@ -162,9 +157,7 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
 
 def _tensor_info(file: Path, entry: dict[str, Any]) -> TensorInfo:
     begin, end = entry["data_offsets"]
-    return TensorInfo(file, str(entry["dtype"]), tuple(map(int, entry["shape"])), end - begin)
-
-
-def _dangling(file: Path) -> str:
-    """Return what a dangling link points at, as the tail of a message."""
-    return f" (a link to {file.readlink()}, which does not exist)" if file.is_symlink() else ""
+    shape = entry["shape"]
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end, end - begin)):
+        raise ValueError(f"shape {shape} and data_offsets {[begin, end]} must be counts")
+    return TensorInfo(file, str(entry["dtype"]), tuple(shape), end - begin)

@@ -6,7 +6,6 @@ skipped in silence.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from tvr.contract import DTYPES
 from tvr.core.checkpoint import checkpoint_dtype, model_dir
 from tvr.core.config_fields import Fields
 from tvr.core.rope_scaling import RopeScaling, parse_rope
-from tvr.errors import CheckpointError, ConfigError
+from tvr.core.text_files import is_there, read_json
+from tvr.errors import ConfigError
 
 __all__ = ["DTYPE_BYTES", "ModelConfig", "RopeScaling"]
 
@@ -103,13 +103,11 @@ class ModelConfig:
             ConfigError: a field that is missing, contradictory or not supported.
         """
         path = model_dir(path)
-        data = _read_json(path / "config.json")
-        generation = {}
-        if (path / "generation_config.json").exists():
-            generation = _read_json(path / "generation_config.json")
+        data = read_json(path / "config.json")
+        generation = path / "generation_config.json"
         if _dtype(data) is None:
             data = {**data, "dtype": checkpoint_dtype(path)}
-        return cls.from_dict(data, generation)
+        return cls.from_dict(data, read_json(generation) if is_there(generation) else {})
 
     @classmethod
     def from_dict(
@@ -134,6 +132,9 @@ class ModelConfig:
         rope_theta, rope_scaling = parse_rope(data)
         _refuse_unsupported(data, architecture, max_position_embeddings)
         vocab_size = fields.integer("vocab_size")
+        bos_ids = fields.token_ids("bos_token_id")
+        more = Fields(generation or {}, "generation_config.json")
+        eos_ids = fields.token_ids("eos_token_id") + more.token_ids("eos_token_id")
         return cls(
             architecture=architecture,
             vocab_size=vocab_size,
@@ -151,21 +152,9 @@ class ModelConfig:
             mlp_bias=fields.flag("mlp_bias"),
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
             dtype=_dtype(data) or "float32",
-            bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
-            eos_token_ids=_eos_token_ids(fields, generation or {}, vocab_size),
+            bos_token_id=next(iter(_in_vocabulary(bos_ids, vocab_size)), None),
+            eos_token_ids=tuple(sorted({*_in_vocabulary(eos_ids, vocab_size)})),
         )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as e:
-        raise CheckpointError(f"{path} does not exist; give a Hugging Face model directory") from e
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f"{path} cannot be read as JSON: {e}") from e
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(data).__name__}, not an object")
-    return data
 
 
 def _architecture(data: Mapping[str, Any]) -> str:
@@ -206,15 +195,9 @@ def _dtype(data: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _eos_token_ids(
-    fields: Fields, generation: Mapping[str, Any], vocab_size: int
-) -> tuple[int, ...]:
-    found = {
-        *fields.token_ids("eos_token_id"),
-        *Fields(generation, "generation_config.json").token_ids("eos_token_id"),
-    }
-    # An id outside the vocabulary (some converters write -1 for "none") can never be sampled.
-    return tuple(sorted(i for i in found if 0 <= i < vocab_size))
+def _in_vocabulary(ids: list[int], vocab_size: int) -> list[int]:
+    # Some converters write -1 for "none"; an id outside the vocabulary can never be sampled.
+    return [i for i in ids if 0 <= i < vocab_size]
 
 
 def _refuse_unsupported(data: Mapping[str, Any], architecture: str, max_position: int) -> None:
@@ -234,7 +217,10 @@ def _refuse_unsupported(data: Mapping[str, Any], architecture: str, max_position
             f"config.json: sliding_window {window} is not supported below "
             f"max_position_embeddings {max_position}; only full attention is"
         )
-    others = sorted({str(t) for t in data.get("layer_types") or ()} - {"full_attention"})
+    layer_types = data.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise ConfigError(f"config.json: layer_types is {layer_types!r}; it must be a list or null")
+    others = sorted({str(t) for t in layer_types} - {"full_attention"})
     if others:
         raise ConfigError(
             f"config.json: layer_types {', '.join(others)} not supported, only full_attention"

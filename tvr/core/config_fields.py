@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from tvr.errors import ConfigError
+
+# Sizes are int32 in kernels; nothing real comes near.
+_LARGEST = 2**31 - 1
 
 
 class Fields:
@@ -26,16 +29,17 @@ class Fields:
         return self._data.get(key)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1; raise ConfigError for anything else."""
+        """Return a whole number from 1 to 2^31 - 1; raise ConfigError for anything else."""
         value = self._required(key, default)
-        if type(value) is not int or value < 1:
-            raise self._wrong(key, value, "a whole number of at least 1")
+        if type(value) is not int or not 1 <= value <= _LARGEST:
+            raise self._wrong(key, value, f"a whole number from 1 to {_LARGEST}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
         """Return a finite number above 0; raise ConfigError for anything else."""
         value = self._required(key, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
+        # Integers in JSON have no bound; one past the largest float is as good as infinite.
+        if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
             raise self._wrong(key, value, "a finite number above 0")
         return float(value)
 

@@ -80,7 +80,8 @@ class SamplerState:
         """
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._eos_token_ids = frozenset(eos_token_ids)
+        # A tokenizer may name one that the model has no logit for.
+        self._eos_token_ids = frozenset(i for i in eos_token_ids if i < vocab_size)
         self._rows = [RowNeeds()] * max_rows
         self.temperature = torch.ones(max_rows, device=self.device)
         self.max_gap = torch.full((max_rows,), torch.inf, device=self.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import tokenizers
 
+from tvr.core.text_files import is_there, read_json, read_text
 from tvr.errors import CheckpointError
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
@@ -48,10 +48,15 @@ class TokenizerFiles:
             CheckpointError: no tokenizer.json, or a file that cannot be read as what it is.
         """
         backend = _read_backend(path)
-        settings = _read_json(path / "tokenizer_config.json")
-        tokens_map = _read_json(path / "special_tokens_map.json")
-        config = _read_json(path / "config.json")
-        generation = _read_json(path / "generation_config.json")
+        settings, tokens_map, config, generation = (
+            read_json(path / name) if is_there(path / name) else {}
+            for name in (
+                "tokenizer_config.json",
+                "special_tokens_map.json",
+                "config.json",
+                "generation_config.json",
+            )
+        )
         special_tokens: dict[str, str] = {}
         extra: list[str] = []
         for source in (tokens_map, settings):  # the later one wins
@@ -74,34 +79,22 @@ class TokenizerFiles:
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
     file = path / "tokenizer.json"
-    if not file.is_file():
+    if not is_there(file):
         found = [name for name in _OTHER_FORMS if (path / name).exists()]
         there = f"only {', '.join(found)}" if found else "nor any other tokenizer"
         raise CheckpointError(
             f"{path} has no tokenizer.json ({there}); tvr reads no other form: load it with "
             "transformers' AutoTokenizer and save it there with save_pretrained"
         )
+    text = read_text(file)
     try:
-        backend = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        backend = tokenizers.Tokenizer.from_str(text)
     except Exception as e:  # the library raises bare Exception for whatever it does not like
         raise CheckpointError(f"{file} is not a usable tokenizer: {e}") from e
     # Left over from training runs; they would cut long prompts or pad short ones.
     backend.no_truncation()
     backend.no_padding()
     return backend
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in `file`, empty if there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as e:
-        raise CheckpointError(f"{file} is not valid JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds a {type(value).__name__}; it must be a JSON object")
-    return value
 
 
 def _texts(settings: dict[str, Any], key: str) -> Iterator[str]:
@@ -133,6 +126,6 @@ def _chat_templates(path: Path, settings: dict[str, Any]) -> dict[str, str]:
             if isinstance(item, dict) and {"name", "template"} <= item.keys()
         }
     file = path / "chat_template.jinja"
-    if file.is_file():
-        templates["default"] = file.read_text(encoding="utf-8")
+    if is_there(file):
+        templates["default"] = read_text(file)
     return templates

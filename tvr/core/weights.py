@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -39,8 +38,9 @@ def load_weights(
 ) -> Weights:
     """Read the checkpoint in directory `path` into weights of `dtype` on `device`.
 
-    Files are memory-mapped and tensors go one by one into their place, so no second copy of the
-    model is ever in memory. Names, shapes and dtypes are all checked before any is taken.
+    Files are memory-mapped and tensors go one by one into their place, so beside the weights no
+    more than the largest tensor is ever in memory. Names, shapes and dtypes are all checked before
+    any is taken.
 
     Raises:
         CheckpointError: a file or tensor that is missing, damaged, misshapen, unknown or, in a
@@ -53,21 +53,21 @@ def load_weights(
     by_file: dict[Path, list[str]] = defaultdict(list)
     for name in places:
         by_file[headers[places[name]].file].append(name)
-    with ExitStack() as stack:
-        try:
-            files = {f: stack.enter_context(safe_open(f, framework="pt")) for f in by_file}
-        except (OSError, SafetensorError) as e:
-            raise CheckpointError(f"a file of {path} cannot be opened: {e}") from e
-        weights = _allocate(config, dtype, device)
-        slots = dict(weights.slots(config))
-        done, total = 0, sum(headers[stored].num_bytes for stored in places.values())
-        for file, names in by_file.items():
-            for name in names:
-                info = headers[places[name]]
-                _fill(slots[name], files[file].get_tensor(places[name]), places[name], file)
-                done += info.num_bytes
-                if progress is not None:
-                    progress(done, total)
+    for file in by_file:
+        with _open(file):  # a file that the library refuses is found before memory is taken
+            pass
+    weights = _allocate(config, dtype, device)
+    slots = dict(weights.slots(config))
+    done, total = 0, sum(headers[stored].num_bytes for stored in places.values())
+    for file, names in by_file.items():
+        for name in names:
+            # Mapped anew for each tensor: pages of a mapping count as this process's memory until
+            # it ends, and those of a whole file would be the second copy.
+            with _open(file) as mapped:
+                _fill(slots[name], mapped.get_tensor(places[name]), places[name], file)
+            done += headers[places[name]].num_bytes
+            if progress is not None:
+                progress(done, total)
     return weights
 
 
@@ -96,6 +96,13 @@ def dummy_weights(
         else:
             slot.mul_(0.1 if slot.dim() == 1 else slot.shape[1] ** -0.5)
     return weights
+
+
+def _open(file: Path) -> safe_open:
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"{file} cannot be opened: {e}") from e
 
 
 def _allocate(config: ModelConfig, dtype: str, device: torch.device | str) -> Weights:
