@@ -56,7 +56,7 @@ def load_weights(
     for file in by_file:
         with _open(file):  # a file that the library refuses is found before memory is taken
             pass
-    weights = _allocate(config, dtype, device)
+    weights = allocate(config, dtype, device)
     slots = dict(weights.slots(config))
     done, total = 0, sum(headers[stored].num_bytes for stored in places.values())
     for file, names in by_file.items():
@@ -64,7 +64,7 @@ def load_weights(
             # Mapped anew for each tensor: pages of a mapping count as this process's memory until
             # it ends, and those of a whole file would be the second copy.
             with _open(file) as mapped:
-                _fill(slots[name], mapped.get_tensor(places[name]), places[name], file)
+                fill(slots[name], mapped.get_tensor(places[name]), places[name], file)
             done += headers[places[name]].num_bytes
             if progress is not None:
                 progress(done, total)
@@ -84,7 +84,7 @@ def dummy_weights(
     """
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(_NOISE_SIZE, generator=generator).to(device)
-    weights = _allocate(config, dtype, device)
+    weights = allocate(config, dtype, device)
     for name, slot in weights.slots(config):
         offset = int(torch.randint(_NOISE_SIZE, (), generator=generator))
         flat = slot.view(-1)  # slots are whole rows, so contiguous
@@ -105,7 +105,8 @@ def _open(file: Path) -> safe_open:
         raise CheckpointError(f"{file} cannot be opened: {e}") from e
 
 
-def _allocate(config: ModelConfig, dtype: str, device: torch.device | str) -> Weights:
+def allocate(config: ModelConfig, dtype: str, device: torch.device | str) -> Weights:
+    """Return uninitialised weights; raise CapacityError if the device has not the memory."""
     try:
         return Weights.empty(config, dtype, device)
     # A CUDA OutOfMemoryError is a RuntimeError; on CPU the allocator raises a bare one.
@@ -177,8 +178,12 @@ def _why_unknown(name: str) -> str:
     return f"; config.json would need {flag} true" if flag else ""
 
 
-def _fill(slot: Tensor, tensor: Tensor, name: str, file: Path) -> None:
-    """Copy `tensor` into `slot`; refuse values that the slot's dtype would turn into inf."""
+def fill(slot: Tensor, tensor: Tensor, name: str, file: Path) -> None:
+    """Copy `tensor` into `slot`, of the same shape.
+
+    Raises:
+        CheckpointError: values that the slot's dtype would turn into inf; names `name` and `file`.
+    """
     limit = torch.finfo(slot.dtype).max
     if torch.finfo(tensor.dtype).max > limit and tensor.numel():
         low, high = (float(x) for x in torch.aminmax(tensor))
