@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tvr.core.config import ModelConfig
+from tvr.core.config import DTYPE_BYTES, ModelConfig
 from tvr.errors import CapacityError
 
 
@@ -37,14 +39,20 @@ class KVCache:
             CapacityError: the device has not that much memory.
         """
         shape = (num_blocks, config.num_kv_heads, block_size, config.head_dim)
+        torch_dtype = getattr(torch, dtype)
 
         def pool() -> Tensor:
-            return torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+            if torch.device(device).type == "cpu":
+                # The system hands out zero pages when they are first written. torch.zeros writes
+                # them all: seconds for a pool of which a short prompt uses a thousandth.
+                size = math.prod(shape) * DTYPE_BYTES[dtype]
+                return torch.from_numpy(np.zeros(size, np.uint8)).view(torch_dtype).view(shape)
+            return torch.zeros(shape, dtype=torch_dtype, device=device)
 
         try:
             return cls(layers=[(pool(), pool()) for _ in range(config.num_layers)])
-        # A CUDA OutOfMemoryError is a RuntimeError; on CPU the allocator raises a bare one.
-        except RuntimeError as e:
+        # A CUDA OutOfMemoryError is a RuntimeError; numpy raises a ValueError past its index range.
+        except (RuntimeError, MemoryError, ValueError) as e:
             total = num_blocks * cls.bytes_per_block(config, block_size, dtype)
             raise CapacityError(
                 f"a KV cache of {num_blocks} blocks of {block_size} tokens takes "
