@@ -16,6 +16,7 @@ import torch
 
 from tvr.backends.torch_ref import attention, plugin
 from tvr.contract import PROTOCOLS
+from tvr.hookspecs import hookimpl
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ def faulty(fault: Fault) -> SimpleNamespace:
     parameters = list(inspect.signature(PROTOCOLS[fault.op].__call__).parameters.values())[1:]
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
+    @hookimpl
     def bind(spec, device):
         bound = right_hook(spec=spec, device=device)
         if bound is None:
@@ -135,6 +137,16 @@ def norms_the_unrounded_sum(right, spec, a):
     return a["out"], a["residual_out"]
 
 
+def nudges_one_element_by_one_ulp(right, spec, a):
+    out = right()
+    out[0, 0] = torch.nextafter(out[0, 0], torch.tensor(9.0, dtype=out.dtype))
+    return out
+
+
+def has_an_eps_of_its_own(right, spec, a):
+    return right(eps=1e-6)
+
+
 def reads_the_residual_twice(right, spec, a):
     torch.add(a["x"], a["residual"], out=a["residual_out"])
     total = a["x"] + a["residual"]
@@ -171,6 +183,12 @@ def reads_a_half_already_written(right, spec, a):
     right()
     if a["q_out"] is a["q"]:
         a["q_out"][..., -1] += a["q_out"][..., 0]
+    return a["q_out"], a["k_out"]
+
+
+def writes_rows_of_the_head_count(right, spec, a):
+    """As if the outputs were contiguous, which they are unless they are slices of a qkv buffer."""
+    right(q_out=_as_if_contiguous(a["q_out"]), k_out=_as_if_contiguous(a["k_out"]))
     return a["q_out"], a["k_out"]
 
 
@@ -322,6 +340,29 @@ def drops_the_last_token(right, spec, a):
     return right(step=_with_lens(a["step"], lens))
 
 
+def without_token(place):
+    """A kernel whose split ends one token early: it misses the token at `place`."""
+
+    def misses_a_token(right, spec, a):
+        step, bs = a["step"], spec.block_size
+        lens = [n - (n > place) for n in step.seq_lens_cpu]
+        table = torch.zeros_like(step.block_table)
+        caches = {name: torch.zeros_like(a[name]) for name in ("k_cache", "v_cache")}
+        blocks = iter(range(a["k_cache"].shape[0]))
+        for s, n in enumerate(step.seq_lens_cpu):
+            used = -(-n // bs)
+            table[s, :used] = torch.tensor([next(blocks) for _ in range(used)])
+            old = torch.tensor([j for j in range(n) if j != place], dtype=torch.int64)
+            new = torch.arange(len(old))
+            for name, cache in caches.items():
+                kept = a[name][step.block_table[s, old // bs].long(), :, old % bs]
+                cache[table[s, new // bs].long(), :, new % bs] = kept
+        return right(step=replace(step, seq_lens_cpu=lens, block_table=table), **caches)
+
+    misses_a_token.__name__ = f"misses_token_{place}"
+    return misses_a_token
+
+
 def aligns_the_mask_top_left(right, spec, a):
     q_lens = a["step"].cu_seqlens_q.diff().tolist()
     lens = [min(pair) for pair in zip(q_lens, a["step"].seq_lens_cpu, strict=True)]
@@ -354,6 +395,8 @@ FAULTS = [
     Fault("nan_row_stays_alone", "rms_norm", spreads_nan_to_all_rows),
     Fault("rows_do_not_depend_on_batch", "linear", sums_by_the_shape_of_the_batch),
     Fault("norm_rounds_where_declared", "rms_norm", casts_after_the_weight),
+    Fault("norm_rounds_where_declared", "rms_norm", nudges_one_element_by_one_ulp),
+    Fault("norm_eps_is_inside_the_root", "rms_norm", has_an_eps_of_its_own),
     Fault("norm_eps_is_inside_the_root", "rms_norm", adds_eps_outside_the_root),
     Fault("norm_squares_do_not_overflow", "rms_norm", squares_in_the_activation_dtype),
     Fault("sum_is_rounded_before_the_norm", "add_rms_norm", norms_the_unrounded_sum),
@@ -361,6 +404,7 @@ FAULTS = [
     Fault("rotation_is_rounded_once", "rope", counts_positions_from_zero),
     Fault("rotation_is_rounded_once", "rope", rotates_in_the_activation_dtype),
     Fault("pairs_are_half_split", "rope", pairs_neighbours),
+    Fault("rotation_in_place_is_the_same", "rope", writes_rows_of_the_head_count),
     Fault("rotation_in_place_is_the_same", "rope", reads_a_half_already_written),
     Fault("int32_positions_are_refused", "rope", takes_any_positions),
     Fault("rows_are_stored_bit_equal", "kv_write", swaps_k_and_v),
@@ -395,6 +439,10 @@ FAULTS = [
     Fault("later_tokens_are_hidden", "attention_prefill", forgets_the_causal_mask),
     Fault("needle_is_found", "attention_decode", drops_the_last_token),
     Fault("needle_is_found", "attention_decode", ignores_the_table_order),
+    *(
+        Fault("needle_is_found", "attention_decode", without_token(place))
+        for place in (0, 15, 16, 63, 64, 127, 128, 129)
+    ),
     Fault("equal_keys_average_the_visible_values", "attention_prefill", aligns_the_mask_top_left),
     Fault("query_heads_read_their_kv_head", "attention_decode", maps_heads_by_remainder),
     Fault("large_scores_do_not_overflow", "attention_decode", sums_scores_in_fp16),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tvr.conformance import oracle, tolerance
+from tvr.conformance.checks_common import in_wider_rows
 from tvr.conformance.inputs import make_call
 from tvr.conformance.judge import same_bits, within, within_ulps
 from tvr.conformance.ledger import Check, CheckFailed
@@ -41,13 +42,16 @@ def check_pairs_are_half_split(backend: Subject, case: Case) -> None:
 
 
 def check_rotation_in_place_is_the_same(backend: Subject, case: Case) -> None:
-    """q_out and k_out may be q and k."""
-    apart, in_place = (make_call(case, backend.torch_device) for _ in range(2))
+    """q_out and k_out may be q and k, and then slices of wider rows too, as in one qkv buffer."""
+    apart = make_call(case, backend.torch_device)
     backend.run(apart)
-    in_place = in_place.replace(q_out=in_place["q"], k_out=in_place["k"])
-    backend.run(in_place)
-    for name in ("q_out", "k_out"):
-        same_bits(name, in_place[name], apart[name])
+    for place in (torch.clone, in_wider_rows):
+        call = make_call(case, backend.torch_device)
+        q, k = place(call["q"]), place(call["k"])
+        call = call.replace(q=q, k=k, q_out=q, k_out=k)
+        backend.run(call)
+        for name in ("q_out", "k_out"):
+            same_bits(name, call[name], apart[name])
 
 
 def check_int32_positions_are_refused(backend: Subject, case: Case) -> None:

@@ -35,6 +35,12 @@ def within(what: str, found: Tensor, wanted: Tensor, limit: Tensor | float, note
     _refuse(what, ~((found - wanted).abs() <= limit), found, wanted, note)
 
 
+def between(what: str, found: Tensor, ends: tuple[Tensor, Tensor], wanted: Tensor) -> None:
+    """Refuse an element outside the range of `ends`, given in either order, or a NaN."""
+    inside = (found >= torch.minimum(*ends)) & (found <= torch.maximum(*ends))
+    _refuse(what, ~inside, found, wanted, "rounding explains no such difference")
+
+
 def within_ulps(
     what: str, found: Tensor, wanted: Tensor, ulps: float, slack: Tensor | float = 0.0
 ) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tvr.conformance.cases import Case
     from tvr.conformance.subject import Subject
+    from tvr.contract import OpSpec
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
@@ -56,6 +57,7 @@ class Check:
         ops: ops it judges.
         flag: declared flag without which it is skipped ("deterministic", ...).
         applies: whether a case has what the check needs (an lse, several blocks, ...).
+        also: a second spec that the check runs; it is skipped where that is not declared.
         of_declaration: judges the declaration itself, so undeclared specs are its business too.
     """
 
@@ -63,6 +65,7 @@ class Check:
     ops: Sequence[str]
     flag: str | None = None
     applies: Callable[[Case], bool] = _always
+    also: Callable[[Case], OpSpec] | None = None
     of_declaration: bool = False
 
     @property

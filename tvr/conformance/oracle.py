@@ -17,13 +17,17 @@ if TYPE_CHECKING:
     from tvr.contract import AttentionSpec
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: str) -> Tensor:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, rounding: str, *, relative_error: float = 0.0
+) -> Tensor:
     """Return `x / sqrt(mean(x^2) + eps) * weight` in x's dtype, rounded as `rounding` says.
 
     "twice" rounds to x's dtype before and after the product with the weight, "once" only after.
+    `relative_error` is that of the normalised row, before any rounding.
     """
     exact = x.double()
     normed = exact / torch.sqrt((exact**2).mean(dim=-1, keepdim=True) + eps)
+    normed = normed * (1 + relative_error)
     if rounding == "twice":
         normed = normed.to(x.dtype).double()
     return (normed * weight.double()).to(x.dtype)

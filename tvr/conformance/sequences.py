@@ -139,10 +139,10 @@ def _paged(
     k_cache = torch.full(shape, paging.k_unused, dtype=kv_dtype)
     v_cache = torch.full(shape, paging.v_unused, dtype=kv_dtype)
     for s, (k, v) in enumerate(zip(sequences.k, sequences.v, strict=True)):
-        for j in range(len(k)):
-            block, offset = int(table[s, j // spec.block_size]), j % spec.block_size
-            k_cache[block, :, offset] = k[j]
-            v_cache[block, :, offset] = v[j]
+        token = torch.arange(len(k))
+        block, offset = table[s, token // spec.block_size].long(), token % spec.block_size
+        k_cache[block, :, offset] = k
+        v_cache[block, :, offset] = v
     return k_cache, v_cache
 
 

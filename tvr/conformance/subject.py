@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,11 @@ from tvr.contract import (
     Bounds,
     DeviceFacts,
     OpSpec,
+    StepMeta,
     check_bound,
     why_not,
 )
-from tvr.errors import ConfigError
+from tvr.core.plugins import BackendManager, PluginConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,24 +79,28 @@ class Call:
 
 
 class Subject:
-    """A plugin object and the device it is tested on.
+    """A plugin object, loaded as core would load it, and the device it is tested on.
 
     Attributes:
         info: what the backend declares.
         device: the device as hooks see it.
         torch_device: the device as torch sees it.
+
+    Raises:
+        PluginError: tvr would refuse to load the object; the message says why.
+        BackendUnavailable: the backend's probe says that it cannot run on the device.
     """
 
     def __init__(self, plugin: object, device: DeviceFacts) -> None:
-        if not hasattr(plugin, "tvr_backend_info"):
-            raise ConfigError(
-                f"check_backend was given {plugin!r}, which has no tvr_backend_info; give the "
-                "plugin object that the entry point names (a module or an instance)"
-            )
-        self._plugin = plugin
-        self.info: BackendInfo = plugin.tvr_backend_info()
+        manager = BackendManager(PluginConfig(), plugins=[plugin], device=device, installed=())
+        (backend,) = manager.ranked(usable=False)
+        self._backend = manager.require(backend.name)
+        self.info: BackendInfo = backend.info
         self.device = device
         self.torch_device = torch.device(str(device))
+        self._on_gpu = device.type == "cuda"
+        self._stream = backend.call("tvr_stream", device=device) if self._on_gpu else None
+        self._bound: dict[OpSpec, BoundOp] = {}
 
     def why_not(self, spec: OpSpec) -> list[str]:
         """Return why the backend does not declare `spec`; empty: it does."""
@@ -104,33 +108,69 @@ class Subject:
 
     def bind(self, spec: OpSpec) -> BoundOp | None:
         """Return what the backend's own hook binds for `spec`."""
-        hook: Callable[..., object] | None = getattr(self._plugin, f"tvr_bind_{spec.op}", None)
-        bound = None if hook is None else hook(spec=spec, device=self.device)
+        bound = self._backend.call(f"tvr_bind_{spec.op}", spec=spec, device=self.device)
         return None if bound is None else check_bound(spec.op, bound)
 
     def run(self, call: Call) -> object:
-        """Bind, plan and run `call`; return what `run` returned, after the device is done."""
+        """Plan and run `call`; return what `run` returned, after the device is done.
+
+        As in an engine, an op is bound and gets its workspace once for each spec, so that a call
+        meets what the call before left there.
+        """
+        if self._on_gpu:
+            torch.cuda.synchronize(self.torch_device)
+        # With no stream of its own (None) this changes nothing.
+        with torch.cuda.stream(self._stream):
+            result = self._run(call)
+        if self._on_gpu:
+            torch.cuda.synchronize(self.torch_device)
+        return result
+
+    def _run(self, call: Call) -> object:
         op = call.spec.op
-        bound = self.bind(call.spec)
-        if bound is None:
-            raise CheckFailed(f"declares {call.spec} but tvr_bind_{op} returned None")
-        if bound.workspace_bytes is not None and bound.attach is not None:
-            bound.attach(self._workspace(bound.workspace_bytes(BOUNDS)))
+        if call.spec not in self._bound:
+            self._bound[call.spec] = self._bind_for_runs(call.spec)
+        bound = self._bound[call.spec]
         args = dict(call.args)
         if op == "linear":
             pair = args.pop("weight"), args.pop("bias")
             args["packed"] = pair if bound.pack is None else bound.pack(*pair)
-        if bound.plan is not None and "step" in args:
-            bound.plan(args["step"])
+        if bound.plan is not None:
+            bound.plan(args.get("step") or _step_of_rows(call))
         parameters = list(inspect.signature(PROTOCOLS[op].__call__).parameters.values())[1:]
         positional = [args.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        result = bound.run(*positional, **args)
-        if self.torch_device.type == "cuda":
-            torch.cuda.synchronize(self.torch_device)
-        return result
+        return bound.run(*positional, **args)
+
+    def _bind_for_runs(self, spec: OpSpec) -> BoundOp:
+        bound = self.bind(spec)
+        if bound is None:
+            raise CheckFailed(f"declares {spec} but tvr_bind_{spec.op} returned None")
+        has_state = bound.plan is not None or bound.attach is not None
+        if has_state and any(bound is other for other in self._bound.values()):
+            raise CheckFailed("a BoundOp with a plan or a workspace must be new for each spec")
+        if bound.workspace_bytes is not None and bound.attach is not None:
+            bound.attach(self._workspace(bound.workspace_bytes(BOUNDS)))
+        return bound
 
     def _workspace(self, num_bytes: int) -> Tensor:
         size = num_bytes + _WORKSPACE_ALIGNMENT
         buffer = torch.zeros(size, dtype=torch.uint8, device=self.torch_device)
         start = -buffer.data_ptr() % _WORKSPACE_ALIGNMENT
         return buffer[start : start + num_bytes]
+
+
+def _step_of_rows(call: Call) -> StepMeta:
+    """Return the step of a call that has none: its rows are one sequence of new tokens."""
+    rows = next(iter(call.read.values()))
+    num_tokens, device = len(rows), rows.device
+    lens = [num_tokens] if num_tokens else []
+    return StepMeta(
+        block_table=torch.zeros(len(lens), num_tokens, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.tensor([0, *lens], dtype=torch.int32, device=device),
+        num_seqs=len(lens),
+        num_tokens=num_tokens,
+        max_q_len=num_tokens,
+        max_seq_len=num_tokens,
+        seq_lens_cpu=lens,
+    )

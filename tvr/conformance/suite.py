@@ -47,48 +47,51 @@ def check_backend(
     """Run every check that applies to a backend and return what became of each.
 
     Args:
-        obj: the plugin object: a module or an instance with `tvr_*` hook implementations.
+        obj: the plugin object: a module, an instance or a class with hooks, as tvr loads it.
         ops: ops to check; None: all of the contract.
         checks: names of the checks to run; None: all that judge these ops.
         level: "smoke", "quick" or "full"; each runs the ones before it too.
         device: torch's name of the device: "cpu", "cuda", "cuda:1".
 
     Raises:
-        ConfigError: an unknown op, check, level or device, or an object that is no backend.
+        ConfigError: an unknown op, check, level or device, or nothing to check.
+        PluginError: `obj` is no backend that tvr would load.
         BackendUnavailable: the backend's probe says that it cannot run on the device.
     """
     _refuse_unknown("op", ops or (), OPS)
     _refuse_unknown("check", checks or (), [check.name for check in CHECKS])
     _refuse_unknown("level", (level,), LEVELS)
     backend = Subject(obj, _device_facts(device))
-    probe = getattr(obj, "tvr_probe", None)
-    reasons = [] if probe is None else probe(device=backend.device)
-    if reasons:
-        raise BackendUnavailable(
-            f"backend {backend.info.name!r} cannot run on {device}: {'; '.join(reasons)}"
-        )
     chosen = [check for check in CHECKS if checks is None or check.name in checks]
-    return [result for op in ops or OPS for result in _check_op(backend, op, chosen, level)]
+    results = []
+    for op in OPS if ops is None else ops:
+        found = list(_check_op(backend, op, chosen, level))
+        results += [result for _, result in found]
+        was_run = any(not check.of_declaration and r.outcome != SKIPPED for check, r in found)
+        if checks is None and op in backend.info.ops and not was_run:
+            results.append(_not_run(op, level))
+    if not results:
+        raise ConfigError("check_backend: none of the checks asked for judges any op asked for")
+    return results
 
 
 def _check_op(
     backend: Subject, op: str, checks: Sequence[Check], level: str
-) -> Iterator[CheckResult]:
-    executed = 0
+) -> Iterator[tuple[Check, CheckResult]]:
     for case in cases(op, level):
         for check in checks:
             if op in check.ops and check.applies(case):
-                result = _run(backend, check, case)
-                executed += result.outcome != SKIPPED and not check.of_declaration
-                yield result
-    if op in backend.info.ops and not executed:
-        yield CheckResult(
-            check="declared_op_is_checked",
-            op=op,
-            case="",
-            outcome=FAILED,
-            detail=f"{op} is declared, but no check was run on a case at level {level!r}",
-        )
+                yield check, _run(backend, check, case)
+
+
+def _not_run(op: str, level: str) -> CheckResult:
+    return CheckResult(
+        check="declared_op_is_checked",
+        op=op,
+        case="",
+        outcome=FAILED,
+        detail=f"{op} is declared, but no check was run on a case at level {level!r}",
+    )
 
 
 def _run(backend: Subject, check: Check, case: Case) -> CheckResult:
@@ -100,13 +103,15 @@ def _run(backend: Subject, check: Check, case: Case) -> CheckResult:
             check.run(backend, case)
         except CheckFailed as e:
             outcome, detail = FAILED, str(e)
-        except Exception as e:  # whatever a backend raises is its failure, not the suite's
+        except (Exception, SystemExit) as e:  # what a backend raises is its failure alone
             outcome, detail = FAILED, f"raised {type(e).__name__}: {e}"
     return CheckResult(check=check.name, op=case.op, case=case.name, outcome=outcome, detail=detail)
 
 
 def _why_skipped(backend: Subject, check: Check, case: Case) -> list[str]:
     reasons = backend.why_not(case.spec)
+    if not reasons and check.also is not None:
+        reasons = backend.why_not(check.also(case))
     flags = declared_flags(backend.info, case.spec, backend.device)
     if not reasons and check.flag is not None and check.flag not in flags:
         return [f"is not declared {check.flag}"]

@@ -37,16 +37,24 @@ MAX_ERROR_FACTOR = 2.0
 LSE_ABSOLUTE = 1e-4
 SCORE_RELATIVE = 2.0**-20
 
-#: Norms against an oracle that rounds where the contract rounds: fp32 arithmetic lands on the
-#: other side of a rounding boundary for fewer than one element in 200. Another order of the casts
-#: moves tens of percent, by no more than these ulps: only the count shows it. Two ulps, as one ulp
-#: before the product with the weight can become two behind it.
-NORM_EQUAL_SHARE = 0.995
-NORM_EQUAL_FLOOR = 4  # in a small tensor two such elements are chance
-NORM_ULPS = 2.0
+#: exp turns the absolute error of a score into a relative one of its weight. A plain sum of 128
+#: products in fp32 is off by a few times 2^-24 of the score. That reaches what the rounding of the
+#: result is allowed only for scores above 8 in fp32, 1,024 in fp16 and 8,192 in bf16.
+SCORE_IN_EXP = 2.0**-21
 
 #: Norms in fp32: the sum of squares (halved by the root), rsqrt (2 ulps on a GPU), two products.
 NORM_FP32_ULPS = 8.0
+
+#: The same as a relative error of the normalised row. Half-precision norms are held against an
+#: oracle that rounds where the contract rounds, at both ends of this error: since rounding and the
+#: product with the weight keep order, a right result lies between the two. They are equal but for
+#: the rare element within that error of a rounding boundary, where one ulp before the product with
+#: the weight can be two behind it.
+NORM_ARITHMETIC = NORM_FP32_ULPS * EPS["float32"]
+
+#: Such elements are fewer than one in 200. Another order of the casts moves tens of percent.
+NORM_EQUAL_SHARE = 0.995
+NORM_EQUAL_FLOOR = 4  # in a small tensor two such elements are chance
 
 #: RoPE: rounding once. The slack is fp32's error in the two products, which shows if they cancel.
 ROPE_ULPS = 1.0
@@ -70,19 +78,16 @@ def frobenius_limit(dtype: str, num_terms: int) -> float:
 
 
 def attention_limit(dtype: str, kv_len: int, largest_score: float) -> float:
-    """Return the largest relative Frobenius error of one sequence's attention.
-
-    exp turns the absolute error of a score into a relative one, so large scores cost accuracy.
-    """
-    return frobenius_limit(dtype, kv_len) + SCORE_RELATIVE * largest_score
+    """Return the largest relative Frobenius error of one sequence's attention."""
+    return max(frobenius_limit(dtype, kv_len), SCORE_IN_EXP * largest_score)
 
 
 def max_error_limit(
     dtype: str, low_precision_error: float, largest: float, largest_score: float = 0.0
 ) -> float:
     """Return the largest error of one element."""
-    rounding = (EPS[dtype] + SCORE_RELATIVE * largest_score) * largest
-    return MAX_ERROR_FACTOR * (low_precision_error + rounding)
+    relative = max(EPS[dtype], SCORE_IN_EXP * largest_score)
+    return MAX_ERROR_FACTOR * (low_precision_error + relative * largest)
 
 
 def norm_may_differ(num_elements: int) -> float:
