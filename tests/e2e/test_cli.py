@@ -10,9 +10,11 @@ import sys
 import time
 
 import pytest
+import typer
 
 from support.engines import save_shape, save_text_model
 from support.plugins import install
+from tvr.cli.app import run_app
 
 TIMEOUT = 120
 
@@ -24,11 +26,12 @@ def model(tmp_path_factory):
 
 def tvr(*args, stdin="", env=None, cwd=None):
     return subprocess.run(
-        [sys.executable, "-c", "from tvr.cli import main; main()", *map(str, args)],
+        [sys.executable, "-m", "tvr", *map(str, args)],
         input=stdin,
         capture_output=True,
         text=True,
         encoding="utf-8",
+        errors="surrogateescape",
         timeout=TIMEOUT,
         env={**os.environ, **(env or {})},
         cwd=cwd,
@@ -90,7 +93,7 @@ def test_output_comes_as_it_is_made(model):
     """The first text must be readable before the process has ended."""
     process = subprocess.Popen(
         [
-            *[sys.executable, "-c", "from tvr.cli import main; main()", "run", "a dog"],
+            *[sys.executable, "-m", "tvr", "run", "a dog"],
             *["--model", str(model), "--no-chat", "--max-tokens", "200", "--temperature", "1"],
         ],
         stdout=subprocess.PIPE,
@@ -106,7 +109,7 @@ def test_output_comes_as_it_is_made(model):
 def test_an_interrupt_ends_cleanly(model):
     process = subprocess.Popen(
         [
-            *[sys.executable, "-c", "from tvr.cli import main; main()", "run", "a dog"],
+            *[sys.executable, "-m", "tvr", "run", "a dog"],
             *["--model", str(model), "--no-chat", "--max-tokens", "240", "--temperature", "1"],
         ],
         stdout=subprocess.PIPE,
@@ -123,7 +126,7 @@ def test_an_interrupt_ends_cleanly(model):
 def test_a_reader_that_leaves_ends_the_run_without_a_traceback(model):
     process = subprocess.Popen(
         [
-            *[sys.executable, "-c", "from tvr.cli import main; main()", "run", "a dog"],
+            *[sys.executable, "-m", "tvr", "run", "a dog"],
             *["--model", str(model), "--no-chat", "--max-tokens", "240", "--temperature", "1"],
         ],
         stdout=subprocess.PIPE,
@@ -189,6 +192,56 @@ def test_a_model_must_be_named():
 def test_a_prompt_past_the_context_is_refused_with_the_numbers(model):
     line = refused("run", "-", "--model", model, "--no-chat", stdin="word " * 400)
     assert "256" in line
+
+
+def test_a_prompt_that_is_no_text_is_refused_in_one_line(model):
+    """Python turns bytes that are not UTF-8 into lone surrogates, or raises while it reads."""
+    for how in ("strict", "surrogateescape"):
+        env = {"PYTHONIOENCODING": f"utf-8:{how}"}
+        line = refused("run", "-", "--model", model, stdin="a\udcff", env=env)
+        assert "the prompt is not text" in line
+    assert "the prompt is not text" in refused("run", "a\udcff", "--model", model)
+
+
+def test_a_closed_stdin_or_stdout_is_refused_in_one_line(model):
+    for args, closed, message in (
+        (["-"], "<&-", "stdin, which is closed"),
+        ([], "<&-", "no PROMPT"),
+        (["x"], ">&-", "stdout is closed"),
+    ):
+        command = [sys.executable, "-m", "tvr", "run", *args, "--model", str(model)]
+        done = subprocess.run(
+            ["sh", "-c", f'"$@" {closed}', "sh", *command],
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert message in line
+
+
+def test_an_error_nobody_foresaw_is_one_line_too(capsys):
+    app = typer.Typer()
+
+    @app.command()
+    def fail(*, debug: bool = False) -> None:
+        raise RuntimeError("two\nlines")
+
+    assert run_app(app, ["--no-debug"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tvr: error: RuntimeError: two lines; ")
+    assert "--debug" in line
+    assert run_app(app, ["--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_without_a_command_there_is_help():
+    done = tvr()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == tvr("--help").stdout
+    assert "run" in done.stdout
 
 
 def test_debug_shows_the_traceback(tmp_path):

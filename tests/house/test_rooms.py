@@ -48,6 +48,8 @@ def allowed(importer: str, name: str) -> bool:
         return under(name, "tvr.core", "tvr.hookspecs")
     if under(importer, "tvr.cli"):
         return True
+    if importer == "tvr.__main__":
+        return name == "tvr.cli.main"
     if under(name, "tvr.cli"):
         return False
     if under(importer, "tvr.errors"):

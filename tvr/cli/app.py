@@ -20,12 +20,11 @@ app = typer.Typer(
     name="tvr",
     help="Run Llama-family models through plug-in kernels.",
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command()(run)
-app.command()(backends)
+app.command(short_help="Continue a text or answer a question.")(run)
+app.command(short_help="List the backends, and who serves which op.")(backends)
 
 
 def _show_version(wanted: bool) -> None:
@@ -49,7 +48,7 @@ def options(
 def run_app(app: typer.Typer, arguments: list[str]) -> int:
     """Run the app on `arguments` and return the exit code."""
     try:
-        code = app(arguments, prog_name="tvr", standalone_mode=False)
+        code = app(arguments or ["--help"], prog_name="tvr", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
@@ -59,11 +58,14 @@ def run_app(app: typer.Typer, arguments: list[str]) -> int:
         return EXIT_ERROR
     except typer.TyperException as error:
         return _fail(error.format_message() if hasattr(error, "format_message") else str(error))
-    except (TvrError, OSError) as error:
+    except Exception as error:
         if "--debug" in arguments:
             traceback.print_exc()
             return EXIT_ERROR
-        return _fail(str(error))
+        if isinstance(error, (TvrError, OSError)):
+            return _fail(str(error))
+        # Nobody's mistake but ours or a plug-in's; still a line that says what to do.
+        return _fail(f"{type(error).__name__}: {error}; this is a bug, --debug shows where")
 
 
 def _fail(message: str) -> int:

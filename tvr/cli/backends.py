@@ -27,8 +27,10 @@ def backends(
         typer.Option(metavar="DIR", help="Explain for this model; default: a Llama shape."),
     ] = None,
     backend: Annotated[str, typer.Option(metavar="NAME", help="Backend put first.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Dtype to explain for.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="Dtype to explain for.")] = "auto",
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")
+    ] = "auto",
     plugins: Annotated[
         str | None, typer.Option(metavar="FILE", help="A plugins.toml to use.")
     ] = None,

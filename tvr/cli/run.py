@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 def run(
     prompt: Annotated[
         str | None,
-        typer.Argument(help="Text to continue or answer; '-' reads stdin; none: a dialogue."),
+        typer.Argument(
+            metavar="PROMPT",
+            help="Text to continue or answer; '-' reads stdin; none: a dialogue.",
+        ),
     ] = None,
     *,
     model: Annotated[
@@ -30,15 +33,21 @@ def run(
     backend: Annotated[
         str, typer.Option(metavar="NAME", help="Backend put first; auto: the configured order.")
     ] = "auto",
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of an answer.")] = 256,
     temperature: Annotated[
-        float, typer.Option(help="0: always the likeliest token; 1: as the model says.")
+        float,
+        typer.Option(metavar="X", help="0: always the likeliest token; 1: as the model says."),
     ] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from this much of the probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Sample from this many tokens; 0: all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Equal seeds draw equal tokens.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(metavar="X", help="Sample from this much of the probability.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(metavar="N", help="Sample from this many tokens; 0: all.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Equal seeds draw equal tokens.")] = 0,
     stop: Annotated[
-        list[str] | None, typer.Option(help="Stop before this text; may be given again.")
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Stop before this text; may be given again."),
     ] = None,
     chat: Annotated[
         bool | None,
@@ -47,14 +56,21 @@ def run(
             help="Lay the prompt out by the model's chat template. Default: if it has one.",
         ),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System message of a chat.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System message of a chat.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="NAME", help="auto, float32, float16 or bfloat16.")
+    ] = "auto",
+    device: Annotated[
+        str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")
+    ] = "auto",
     max_model_len: Annotated[
-        int | None, typer.Option(help="Most tokens of prompt and answer together.")
+        int | None, typer.Option(metavar="N", help="Most tokens of prompt and answer together.")
     ] = None,
     load_format: Annotated[
-        str, typer.Option(help="auto, or dummy: random weights from config.json alone.")
+        str,
+        typer.Option(metavar="NAME", help="auto, or dummy: random weights from config.json alone."),
     ] = "auto",
     plugins: Annotated[
         str | None, typer.Option(metavar="FILE", help="A plugins.toml to use.")
@@ -78,10 +94,7 @@ def run(
         seed=seed,
         stop=stop,
     )
-    if prompt == "-":
-        prompt = sys.stdin.read()
-    elif prompt is None and not sys.stdin.isatty():
-        raise ConfigError("no PROMPT was given; write it in quotes, or '-' to read it from stdin")
+    prompt = _checked_prompt(prompt)
 
     from tvr.core.config import ModelConfig
     from tvr.core.llm import LLM
@@ -119,6 +132,22 @@ def run(
                 _answer(dialogue, line, stats)
     finally:
         llm.close()
+
+
+def _checked_prompt(prompt: str | None) -> str | None:
+    """Return the prompt, read from stdin if it is "-"; None: there is a terminal to ask at."""
+    if prompt is None:
+        if sys.stdin is not None and sys.stdin.isatty():
+            return None
+        raise ConfigError("no PROMPT was given; write it in quotes, or '-' to read it from stdin")
+    if prompt == "-" and sys.stdin is None:
+        raise ConfigError("'-' reads the prompt from stdin, which is closed")
+    try:
+        prompt = sys.stdin.read() if prompt == "-" else prompt
+        prompt.encode()  # Python lets bytes that are no text through as lone surrogates
+    except UnicodeError as e:
+        raise ConfigError(f"the prompt is not text: {e}; send UTF-8") from e
+    return prompt
 
 
 class _Dialogue:
@@ -174,6 +203,8 @@ def _answer(dialogue: _Dialogue, prompt: str, stats: bool) -> None:
 
 def _text_writer() -> Callable[[str], None]:
     """Return a function that writes text at once, whatever stdout can encode."""
+    if sys.stdout is None:
+        raise ConfigError("stdout is closed; there is nowhere to write the answer")
     encoding = sys.stdout.encoding or "utf-8"
 
     def write(text: str) -> None:
