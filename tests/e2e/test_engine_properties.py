@@ -178,7 +178,7 @@ def test_one_abort_ends_all_n_answers(checkpoint, lag):
         (output,) = llm.step()
         assert output.finished
         assert [o.finish_reason for o in output.outputs] == ["abort"] * 3
-        while llm.has_unfinished_requests:
+        while llm.has_unfinished_requests():
             assert llm.step() == []
         assert all_blocks_came_back(llm)
 

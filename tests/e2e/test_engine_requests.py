@@ -1,9 +1,8 @@
-"""Requests at the engine's door: limits, ids, bad input, aborts, faults, threads."""
+"""Requests at the engine's door: limits, ids, bad input, aborts."""
 
 from __future__ import annotations
 
 import itertools
-import threading
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from support.engines import (
     save_text_model,
     tokens_of,
 )
-from tvr import SamplingParams
+from tvr import LLM, SamplingParams
 from tvr.core.runner import ModelRunner
 from tvr.errors import CapacityError, ConfigError, RequestError
 
@@ -42,7 +41,7 @@ def llm(checkpoint, request, monkeypatch):
 def drain(llm):
     """Step to the end; return every output object seen, by id."""
     seen = {}
-    while llm.has_unfinished_requests:
+    while llm.has_unfinished_requests():
         seen.update({o.request_id: o for o in llm.step()})
     return seen
 
@@ -132,7 +131,7 @@ def test_a_bad_prompt_is_refused_in_one_line_and_loses_nothing(llm, prompt, mess
 def test_a_bad_prompt_in_a_list_starts_none_of_them(llm):
     with pytest.raises(RequestError):
         llm.generate([prompts_of([20])[0], [999]], greedy(4))
-    assert not llm.has_unfinished_requests
+    assert not llm.has_unfinished_requests()
     assert all_blocks_came_back(llm)
 
 
@@ -145,6 +144,15 @@ def test_a_stop_id_outside_the_vocabulary_is_refused(llm):
 def test_params_must_match_the_prompts(llm):
     with pytest.raises(RequestError, match="2 prompts came with 1"):
         llm.generate(prompts_of([5, 6]), [greedy(4)])
+
+
+def test_prompts_and_params_may_come_as_lists_or_tuples(llm):
+    prompts, params = prompts_of([5, 6]), [greedy(4), greedy(3)]
+    expected = tokens_of(llm.generate(prompts, params))
+    assert [len(tokens) for tokens in expected] == [4, 3]
+    assert tokens_of(llm.generate(tuple(prompts), tuple(params))) == expected
+    assert tokens_of(llm.generate(tuple(prompts[0]), params[0])) == expected[:1]
+    assert llm.generate([]) == []
 
 
 def test_min_tokens_puts_off_the_stop(llm):
@@ -178,7 +186,7 @@ def test_a_closed_stream_aborts_its_request(llm):
     stream = llm.stream(prompts_of([20])[0], greedy(100))
     next(stream)
     stream.close()
-    assert not llm.has_unfinished_requests
+    assert not llm.has_unfinished_requests()
     assert all_blocks_came_back(llm)
 
 
@@ -229,69 +237,6 @@ def test_a_row_without_a_valid_logit_fails_alone(checkpoint, monkeypatch):
             assert all_blocks_came_back(llm)
 
 
-def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(checkpoint, monkeypatch):
-    prompts = prompts_of([20, 33])
-    with engine(checkpoint) as llm:
-        expected = tokens_of(llm.generate(prompts, greedy(12)))
-        run = ModelRunner._run
-        calls = []
-
-        def failing(self, *args):
-            calls.append(1)
-            if len(calls) == 4:
-                raise RuntimeError("out of luck")
-            return run(self, *args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(ModelRunner, "_run", failing)
-            outputs = llm.generate(prompts, greedy(12))
-        assert [o.outputs[0].finish_reason for o in outputs] == ["error", "error"]
-        assert all("out of luck" in o.outputs[0].error for o in outputs)
-        assert all_blocks_came_back(llm)
-        assert tokens_of(llm.generate(prompts, greedy(12))) == expected
-
-
-def test_requests_and_aborts_may_come_from_other_threads(llm):
-    prompts = prompts_of([20 + i for i in range(12)])
-    expected = tokens_of(llm.generate(prompts, greedy(8)))
-
-    def add(first):
-        for i in range(first, 12, 3):
-            llm.add_request(str(i), prompts[i], greedy(8))
-            llm.add_request(f"gone {i}", prompts[i], greedy(100))
-            llm.abort(f"gone {i}")
-
-    threads = [threading.Thread(target=add, args=(first,)) for first in range(3)]
-    for thread in threads:
-        thread.start()
-    outputs = {}
-    while any(t.is_alive() for t in threads) or llm.has_unfinished_requests:
-        outputs.update({o.request_id: o for o in llm.step()})
-    assert [outputs[str(i)].outputs[0].token_ids for i in range(12)] == expected
-    assert all(outputs[f"gone {i}"].outputs[0].finish_reason == "abort" for i in range(12))
-    assert all_blocks_came_back(llm)
-
-
-def test_the_engine_may_be_stepped_in_another_thread(checkpoint):
-    (prompt,) = prompts_of([20])
-    with engine(checkpoint) as llm:
-        expected = tokens_of(llm.generate(prompt, greedy(8)))
-        got = []
-        thread = threading.Thread(target=lambda: got.extend(llm.generate(prompt, greedy(8))))
-        thread.start()
-        thread.join()
-        assert tokens_of(got) == expected
-
-
-def test_many_short_requests_leak_no_block_and_no_entry(checkpoint):
-    with engine(checkpoint) as llm:
-        for i in range(20):
-            llm.generate(prompts_of([3 + i % 20] * 25, seed=i), greedy(2))
-        assert all_blocks_came_back(llm)
-        tables = (llm._requests, llm._completions, llm._followed, llm._undelivered)
-        assert not any(tables)
-
-
 def test_two_engines_in_one_process_do_not_meet(checkpoint):
     first, second = prompts_of([20, 33])
     with engine(checkpoint, block_size=16) as a, engine(checkpoint, block_size=32) as b:
@@ -323,6 +268,9 @@ def test_the_block_size_does_not_show(checkpoint, block_size):
         ({"max_lag": 2}, ConfigError, "max_lag"),
         ({"memory_fraction": 0.0}, ConfigError, "memory_fraction"),
         ({"max_model_len": 100_000}, ConfigError, "256 positions"),
+        ({"max_model_len": 1}, ConfigError, "at least 2"),
+        ({"plugins": 5}, ConfigError, "plugins is 5"),
+        ({"num_blocks": None, "memory_fraction": 1e-9}, CapacityError, "256 tokens needs 16"),
         ({"num_blocks": 2}, CapacityError, "16 KV blocks"),
         ({"load_format": "gguf"}, ConfigError, "gguf"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, ConfigError, "max_num_seqs"),
@@ -333,6 +281,11 @@ def test_a_bad_setting_is_refused_in_one_line(checkpoint, settings, error, messa
     with pytest.raises(error, match=message) as caught, engine(checkpoint, **settings):
         pass
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_is_no_path_is_refused():
+    with pytest.raises(ConfigError, match="model is None"):
+        LLM(None)
 
 
 def test_without_settings_the_context_is_what_fits_the_pool(checkpoint):

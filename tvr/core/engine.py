@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import traceback
 from collections import deque
 from collections.abc import Mapping
 
@@ -18,19 +19,22 @@ from tvr.core.sampler import child_seed
 from tvr.core.sampling_params import SamplingParams
 from tvr.core.schedule_output import Result, ScheduleOutput, SequenceUpdate
 from tvr.core.scheduler import Scheduler
-from tvr.errors import RequestError
+from tvr.errors import ConfigError, RequestError
 
 
 class Engine:
     """Steps one model for any number of requests.
 
     The scheduler runs up to `max_lag` steps ahead of the device, so text is made while the next
-    step computes. Only the thread that calls `step` touches the device; `add_request` and `abort`
-    may be called from any thread.
+    step computes. Every method may be called from any thread. Whoever calls `step` steps for all,
+    one thread at a time; `add_request` and `abort` never wait for a step.
 
     Args:
         config: how the engine was asked to be.
         parts: what was loaded for it.
+
+    Attributes:
+        last_failure: the traceback of the newest step that failed; None: no step has.
     """
 
     def __init__(self, config: EngineConfig, parts: EngineParts) -> None:
@@ -38,25 +42,34 @@ class Engine:
         self.parts = parts
         self.tokenizer = parts.tokenizer
         self.limits = parts.limits
+        self.last_failure: str | None = None
+        self._runner = parts.runner
+        self._random = random.Random(config.seed)
+        self._closed = False
+        self._stepping = threading.Lock()  # held by the thread that steps
+        # Guards what add_request shares with step. Reentrant: the garbage collector may close an
+        # abandoned stream, which aborts its request, at any moment of any thread.
+        self._lock = threading.RLock()
+        self._inbox: deque[tuple[str, Request]] = deque()  # what to "add" and to "abort"
+        self._requests: dict[str, Request] = {}
+        self._completions: dict[str, tuple[Request, Completion]] = {}
+        self._undelivered: dict[str, RequestOutput] = {}
+        self._start()
+
+    def _start(self) -> None:
+        """Begin with nothing scheduled. Steps still on the device come before all later ones."""
         self._scheduler = Scheduler(
             num_blocks=self.limits.num_blocks,
             block_size=self.limits.block_size,
             max_num_seqs=self.limits.max_num_seqs,
             max_num_batched_tokens=self.limits.max_num_batched_tokens,
             max_model_len=self.limits.max_model_len,
-            enable_prefix_caching=config.enable_prefix_caching,
-            max_lag=config.max_lag,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+            max_lag=self.config.max_lag,
         )
-        self._runner = parts.runner
         self._next_index = [0] * self.limits.max_num_seqs
         self._in_flight: deque[tuple[ScheduleOutput, Pending | Exception]] = deque()
-        self._random = random.Random(config.seed)
-        self._lock = threading.Lock()  # guards what add_request and abort share with step
-        self._inbox: deque[Request | str] = deque()  # new requests, and ids to abort
-        self._requests: dict[str, Request] = {}
-        self._completions: dict[str, tuple[Request, Completion]] = {}
-        self._undelivered: dict[str, RequestOutput] = {}
-        self._followed: set[str] = set()  # requests whose outputs somebody else hands out
+        self._torn = False  # whether scheduler and requests may be between two consistent states
 
     def add_request(
         self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -70,11 +83,17 @@ class Engine:
 
         Raises:
             RequestError: the request can never be served as asked; the engine is untouched.
+            ConfigError: the engine is closed.
         """
         self._enqueue(request_id, prompt, sampling_params)
 
     def _enqueue(
-        self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        *,
+        followed: bool = False,
     ) -> Request:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(request_id, str) or not isinstance(params, SamplingParams):
@@ -94,34 +113,37 @@ class Engine:
                 f"the prompt has {len(token_ids)} tokens; max_model_len is "
                 f"{self.limits.max_model_len} and must leave room for one new token"
             )
+        seed = self._random.getrandbits(63) if params.seed is None else params.seed
+        request = Request(
+            request_id,
+            text,
+            token_ids,
+            params,
+            seeds=[child_seed(seed, i) for i in range(params.n)],
+            max_tokens=max_tokens,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.parts.eos_token_ids,
+            followed=followed,
+        )
+        request.completions[0].sequence.set_limits(
+            max_model_len=self.limits.max_model_len,
+            num_blocks=self.limits.num_blocks,
+            block_size=self.limits.block_size,
+        )
+        sequence_ids = [c.sequence.request_id for c in request.completions]
         with self._lock:
-            seed = self._random.getrandbits(63) if params.seed is None else params.seed
-            request = Request(
-                request_id,
-                text,
-                token_ids,
-                params,
-                seeds=[child_seed(seed, i) for i in range(params.n)],
-                max_tokens=max_tokens,
-                tokenizer=self.tokenizer,
-                eos_token_ids=self.parts.eos_token_ids,
-            )
-            sequence_ids = [c.sequence.request_id for c in request.completions]
-            taken = [i for i in (request_id, *sequence_ids) if self._is_live(i)]
-            if taken:
-                raise RequestError(
-                    f"request id {taken[0]!r} is in use by an unfinished request; "
-                    "wait for it to finish or choose another id"
-                )
-            request.completions[0].sequence.set_limits(
-                max_model_len=self.limits.max_model_len,
-                num_blocks=self.limits.num_blocks,
-                block_size=self.limits.block_size,
-            )
+            if self._closed:
+                raise ConfigError("the engine is closed; make a new one")
+            for taken in (request_id, *sequence_ids):
+                if self._is_live(taken):
+                    raise RequestError(
+                        f"request id {taken!r} is in use by an unfinished request; "
+                        "wait for it to finish or choose another id"
+                    )
             self._requests[request_id] = request
             for completion in request.completions:
                 self._completions[completion.sequence.request_id] = (request, completion)
-            self._inbox.append(request)
+            self._inbox.append(("add", request))
         return request
 
     def _is_live(self, request_id: str) -> bool:
@@ -129,12 +151,12 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request at the next step; unknown and finished ids are ignored."""
-        with self._lock:
-            self._inbox.append(request_id)
+        # The request, not its id: by the next step another one may go by that id.
+        if (request := self._requests.get(request_id)) is not None:
+            self._inbox.append(("abort", request))
 
-    @property
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` still has something to do or to deliver."""
+        """Return whether `step` still has something to do or to deliver."""
         return bool(self._requests or self._undelivered or self._in_flight)
 
     def step(self) -> list[RequestOutput]:
@@ -143,79 +165,98 @@ class Engine:
         An output is one object for the life of its request; copy what you want to keep of its
         present state. May return nothing while a long prompt is read.
         """
-        self._deliver_later(self._advance())
-        grown = list(self._undelivered.values())
-        self._undelivered.clear()
+        with self._stepping:
+            self._advance()
+            grown = list(self._undelivered.values())
+            self._undelivered.clear()
         return grown
 
-    def _advance(self) -> dict[str, RequestOutput]:
-        """Fill the pipeline, wait for its oldest step, and return the outputs it changed."""
-        grown = self._drain_inbox()
+    def _drive(self) -> None:
+        """Advance by one device step; outputs of `add_request`'s requests wait for `step`."""
+        with self._stepping:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Fill the pipeline, wait for its oldest step and apply the results.
+
+        An exception where `_torn` is set, an interrupt above all, leaves the books undone; the
+        next call then begins anew. One that comes while waiting for the device does no harm.
+        """
+        self._drain_inbox()
+        self._torn = True
         while len(self._in_flight) <= self.config.max_lag:
             output = self._scheduler.schedule()
             if output is None:
                 break
             self._in_flight.append((output, self._launch(output)))
+        self._torn = False
         if self._in_flight:
-            grown.update(self._collect())
-        return grown
+            self._collect()
 
-    def _drain_inbox(self) -> dict[str, RequestOutput]:
-        """Bring new requests and aborts to the scheduler; return outputs that ended."""
-        ended: dict[str, RequestOutput] = {}
+    def _drain_inbox(self) -> None:
+        """Bring new requests and aborts to the scheduler."""
+        if self._torn:
+            self._end_all("error", "the engine was interrupted in the middle of a step")
+        self._torn = True
         with self._lock:
             while self._inbox:
-                item = self._inbox.popleft()
-                if isinstance(item, Request):
-                    for completion in item.completions:
+                what, request = self._inbox.popleft()
+                if request.output.finished:
+                    continue
+                for completion in request.completions:
+                    if what == "add":
                         self._scheduler.add(completion.sequence)
-                elif (request := self._requests.get(item)) is not None:
-                    for completion in request.completions:
+                    else:
                         self._scheduler.abort(completion.sequence.request_id)
-                    request.abort()
-                    self._forget(request)
-                    ended[request.request_id] = request.output
-        return ended
+                if what == "abort":
+                    self._end(request, "abort")
+        self._torn = False
 
     def _launch(self, output: ScheduleOutput) -> Pending | Exception:
         """Send a scheduled step to the device; an exception is the step's result, not ours."""
-        resets = []
-        for row, sequence_id in output.row_resets:
-            request, completion = self._completions[sequence_id]
-            sequence = completion.sequence
-            resets.append(
-                RowState(
-                    row=row,
-                    params=request.params,
-                    seed=completion.seed,
-                    prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens],
-                    output_token_ids=sequence.token_ids[sequence.num_prompt_tokens :],
-                )
-            )
-        prefills = output.entries[output.num_decodes :]
-        token_ids = [
-            self._completions[e.request_id][1].sequence.token_ids[e.start : e.start + e.num_tokens]
-            for e in prefills
-        ]
-        packed = pack_step(output, token_ids, self._next_index)
         try:
-            return self._runner.submit(packed, resets)
+            resets = [self._row_state(*reset) for reset in output.row_resets]
+            prefills = output.entries[output.num_decodes :]
+            token_ids = [
+                self._completions[e.request_id][1].sequence.token_ids[
+                    e.start : e.start + e.num_tokens
+                ]
+                for e in prefills
+            ]
+            return self._runner.submit(pack_step(output, token_ids, self._next_index), resets)
         except Exception as error:
             return error
 
-    def _collect(self) -> dict[str, RequestOutput]:
+    def _row_state(self, row: int, sequence_id: str) -> RowState:
+        request, completion = self._completions[sequence_id]
+        tokens, num_prompt = completion.sequence.token_ids, completion.sequence.num_prompt_tokens
+        return RowState(
+            row=row,
+            params=request.params,
+            seed=completion.seed,
+            prompt_token_ids=tokens[:num_prompt],
+            output_token_ids=tokens[num_prompt:],
+        )
+
+    def _collect(self) -> None:
         """Wait for the oldest step in flight and apply its results."""
         output, pending = self._in_flight[0]
+        tokens: list[int] = []
+        failure = None
         try:
             if isinstance(pending, Exception):
                 raise pending
-            tokens = pending()  # an interrupt in here leaves the step in flight, to wait for again
+            tokens = pending()
         except Exception as error:
-            self._in_flight.popleft()
-            message = f"step {output.step_id} failed: {type(error).__name__}: {error}"
-            updates = self._scheduler.fail_step(output.step_id, message)
+            # Only its text: the traceback would keep the step's tensors.
+            self.last_failure = "".join(traceback.format_exception(error))
+            reason = " ".join(str(error).split())
+            failure = f"step {output.step_id} failed: {type(error).__name__}: {reason}"
+        self._torn = True
+        self._in_flight.popleft()
+        if failure is not None:
+            updates = self._scheduler.fail_step(output.step_id, failure)
         else:
-            self._in_flight.popleft()
             sampling = (e for e in output.entries if e.samples)
             results = [
                 Result(e.request_id, e.epoch, token)
@@ -224,43 +265,54 @@ class Engine:
                 for e, token in zip(sampling, tokens, strict=True)
             ]
             updates = self._scheduler.update(output.step_id, results)
-        return self._apply(updates)
+        self._apply(updates)
+        self._torn = False
 
-    def _apply(self, updates: list[SequenceUpdate]) -> dict[str, RequestOutput]:
-        grown: dict[str, RequestOutput] = {}
+    def _apply(self, updates: list[SequenceUpdate]) -> None:
         for update in updates:
-            found = self._completions.get(update.sequence.request_id)
-            if found is None:
-                continue  # its request was aborted while the step was in flight
-            request, completion = found
+            request, completion = self._completions[update.sequence.request_id]
             if request.apply(completion, update):
                 self._scheduler.finish(update.sequence.request_id, "stop")
-            grown[request.request_id] = request.output
-            if request.output.finished:
-                with self._lock:
-                    self._forget(request)
-        return grown
+            self._note(request)
 
-    def _forget(self, request: Request) -> None:
-        del self._requests[request.request_id]
-        for completion in request.completions:
-            del self._completions[completion.sequence.request_id]
+    def _note(self, request: Request) -> None:
+        """Keep a request's output for the next `step`, and forget the request if it is over."""
+        if not request.followed:
+            self._undelivered[request.request_id] = request.output
+        if request.output.finished:
+            with self._lock:
+                del self._requests[request.request_id]
+                for completion in request.completions:
+                    del self._completions[completion.sequence.request_id]
 
-    def _deliver_later(self, outputs: dict[str, RequestOutput]) -> None:
-        """Keep for the next `step` what requests of `add_request` got meanwhile."""
-        self._undelivered.update(
-            (i, output) for i, output in outputs.items() if i not in self._followed
-        )
+    def _end(self, request: Request, reason: str, error: str | None = None) -> None:
+        request.end(reason, error)
+        self._note(request)
+
+    def _end_all(self, reason: str, error: str | None = None) -> None:
+        """End every request there is and begin with nothing scheduled."""
+        self._torn = True
+        with self._lock:
+            self._inbox.clear()
+            for request in list(self._requests.values()):
+                self._end(request, reason, error)
+            self._completions.clear()
+            self._start()
 
     def _conclude(self, requests: list[Request]) -> None:
         """Abort what is unfinished and, if nobody else is served, wait for discarded steps."""
         for request in requests:
             if not request.output.finished:
-                self.abort(request.request_id)
-        self._deliver_later(self._drain_inbox())
-        self._followed.difference_update(r.request_id for r in requests)
-        while self._in_flight and not self._requests:
-            self._collect()
+                self._inbox.append(("abort", request))
+        # If a step is going on, in another thread or (when the garbage collector closes a
+        # stream) further up in this one, the aborts are for the next.
+        if self._stepping.acquire(blocking=False):
+            try:
+                self._drain_inbox()
+                while self._in_flight and not self._requests:
+                    self._collect()
+            finally:
+                self._stepping.release()
 
     def stats(self) -> Mapping[str, int]:
         """Return counts of the moment: running, waiting, KV blocks in use and in all."""
@@ -269,9 +321,15 @@ class Engine:
             "num_running": self._scheduler.num_running,
             "num_waiting": self._scheduler.num_waiting,
             "num_blocks": self.limits.num_blocks,
-            "num_used_blocks": blocks.counts().used,
+            "num_used_blocks": self.limits.num_blocks - blocks.num_free,
         }
 
     def close(self) -> None:
-        """End the device worker; unfinished requests are dropped."""
-        self._runner.close()
+        """End every request and the device worker, and let go of the model and the KV pool."""
+        with self._stepping:
+            if self._closed:
+                return
+            with self._lock:
+                self._closed = True
+            self._end_all("abort")
+            self._runner.close()

@@ -32,7 +32,8 @@ class EngineConfig:
         max_model_len: most tokens of one sequence, prompt and output together.
         block_size: tokens in a KV block, a power of two.
         num_blocks: KV blocks in the pool.
-        memory_fraction: share of the device's memory the engine may use.
+        memory_fraction: share of the device's memory that this engine may take, whatever other
+            engines and processes have; on a CPU, of the memory that is available.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step.
         enable_prefix_caching: reuse the KV blocks of equal prompt beginnings.
@@ -75,10 +76,15 @@ class EngineConfig:
         object.__setattr__(self, "dtype", DTYPE_NAMES[self.dtype])
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("max_lag", self.max_lag, (0, 1))
-        for name in ("max_model_len", "num_blocks", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("num_blocks", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(
+                f"max_model_len is {self.max_model_len}; it must be at least 2, one token of "
+                "prompt and one new one"
+            )
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two")
         if not isinstance(self.memory_fraction, (int, float)) or not 0 < self.memory_fraction <= 1:

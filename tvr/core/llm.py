@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any
 
@@ -89,8 +89,8 @@ class LLM(Engine):
 
     def generate(
         self,
-        prompts: Prompt | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Return one finished output for each prompt, in order.
 
@@ -101,11 +101,12 @@ class LLM(Engine):
         Raises:
             RequestError: some prompt can never be served; nothing is started then.
         """
-        many = isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
+        many = isinstance(prompts, (list, tuple)) and not (prompts and isinstance(prompts[0], int))
         batch: list[Any] = list(prompts) if many else [prompts]
-        params = sampling_params if isinstance(sampling_params, list) else [sampling_params]
-        if not isinstance(sampling_params, list):
-            params = params * len(batch)
+        if isinstance(sampling_params, Sequence):
+            params: list[SamplingParams | None] = list(sampling_params)
+        else:
+            params = [sampling_params] * len(batch)
         if len(params) != len(batch):
             raise RequestError(
                 f"{len(batch)} prompts came with {len(params)} sampling_params; "
@@ -115,8 +116,9 @@ class LLM(Engine):
         try:
             for prompt, p in zip(batch, params, strict=True):
                 requests.append(self._follow(prompt, p))
-            while not all(r.output.finished for r in requests):
-                self._deliver_later(self._advance())
+            for request in requests:
+                while not request.output.finished:
+                    self._drive()
         finally:
             self._conclude(requests)
         return [r.output for r in requests]
@@ -132,7 +134,7 @@ class LLM(Engine):
         output, seen = request.output, 0
         try:
             while not output.finished:
-                self._deliver_later(self._advance())
+                self._drive()
                 progress = sum(len(o.token_ids) for o in output.outputs) + output.finished
                 if progress > seen:
                     seen = progress
@@ -162,6 +164,6 @@ class LLM(Engine):
     def _follow(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         """Queue a request whose outputs `generate` or `stream` will hand out itself."""
         request_id = f"tvr-{next(self._ids)}"
-        request = self._enqueue(request_id, prompt, params)
-        self._followed.add(request_id)
-        return request
+        while self._is_live(request_id):  # a user's own id may read like ours
+            request_id = f"tvr-{next(self._ids)}"
+        return self._enqueue(request_id, prompt, params, followed=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -18,8 +19,10 @@ from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.memory import (
     CPU_POOL_SEQUENCES,
+    DeviceMemory,
     Limits,
     cpu_pool_bytes,
+    cuda_budget,
     cuda_pool_bytes,
     size_pool,
     step_limits,
@@ -27,12 +30,12 @@ from tvr.core.memory import (
 from tvr.core.ops import OpTable
 from tvr.core.plugin_config import PluginConfig, find_config
 from tvr.core.plugins import BackendManager
-from tvr.core.profile import profile_peak_bytes
+from tvr.core.profile import run_largest_steps
 from tvr.core.runner import ModelRunner, on_device
 from tvr.core.sampler import SamplerState
 from tvr.core.tokenizer import Tokenizer
 from tvr.core.weights import dummy_weights, load_weights
-from tvr.errors import BackendUnavailable, ConfigError
+from tvr.errors import BackendUnavailable, CapacityError, ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +107,28 @@ def load_backends(
     given: tuple[object, ...] = ()
     if isinstance(plugins, (str, PathLike)):
         named = str(plugins)
-    elif plugins is not None:
+    elif isinstance(plugins, Iterable):
         given = tuple(plugins)
+    elif plugins is not None:
+        raise ConfigError(
+            f"plugins is {plugins!r}; it must be the path of a plugins.toml or a list of plugin "
+            "objects"
+        )
     path = find_config(named, {})
     manager = BackendManager(PluginConfig.load(path), plugins=given, device=device)
     return manager, OpTable(manager, device, strict=config.strict, backend=config.backend)
+
+
+@contextmanager
+def _one_line_when_out_of_memory(device: DeviceFacts) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = " ".join(str(error).split())
+        raise CapacityError(
+            f"{device} has not enough free memory for the model and its largest steps; lower "
+            f"max_num_batched_tokens or max_num_seqs, or make room ({reason})"
+        ) from error
 
 
 def load_engine(
@@ -122,6 +142,8 @@ def load_engine(
         ConfigError, CheckpointError, CapacityError, BackendUnavailable, UnsupportedSpec.
     """
     began = time.perf_counter()
+    if not isinstance(model, (str, PathLike)):
+        raise ConfigError(f"model is {model!r}; it must be the path of a checkpoint directory")
     path = Path(model)
     model_config = ModelConfig.from_dir(path)
     device = device_facts(config.device)
@@ -132,14 +154,15 @@ def load_engine(
     tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").exists() else None
     _, ops = load_backends(config, device, plugins)
     where = torch.device(str(device))
-    if device.type == "cuda":
-        memory, contexts = torch.cuda.mem_get_info(where)[0], seqs
+    before = DeviceMemory.of(where) if device.type == "cuda" else None
+    if before is not None:
+        memory, contexts = cuda_budget(config, before), seqs
     else:
         memory, contexts = cpu_pool_bytes(config, model_config, dtype), CPU_POOL_SEQUENCES
     num_blocks, context = size_pool(
         config, model_config, dtype=dtype, pool_bytes=memory, contexts=contexts
     )
-    with on_device(where, ops.stream):
+    with on_device(where, ops.stream), _one_line_when_out_of_memory(device):
         if dummy:
             weights = dummy_weights(model_config, dtype=dtype, device=where, seed=config.seed)
         else:
@@ -152,6 +175,7 @@ def load_engine(
             batch_invariant=config.batch_invariant,
             max_position=context,
         )
+        del weights  # a backend that packs has its own; the unpacked ones must not count
         bounds = Bounds(
             max_num_seqs=seqs,
             max_num_tokens=tokens,
@@ -165,9 +189,11 @@ def load_engine(
         )
         argmax = ops.bind(argmax_spec).run
         ops.allocate(bounds)
-        if device.type == "cuda" and config.num_blocks is None:
-            peak = profile_peak_bytes(llama, ops, argmax, bounds, config.block_size, where)
-            memory = cuda_pool_bytes(config, where, peak)
+        if before is not None and config.num_blocks is None:
+            torch.cuda.reset_peak_memory_stats(where)
+            pool = run_largest_steps(llama, ops, argmax, bounds, config.block_size, where)
+            peak = torch.cuda.max_memory_allocated(where) - pool
+            memory = cuda_pool_bytes(config, before, DeviceMemory.of(where), peak)
             num_blocks, context = size_pool(
                 config, model_config, dtype=dtype, pool_bytes=memory, contexts=contexts
             )
@@ -179,7 +205,8 @@ def load_engine(
         )
         eos_ids = set(model_config.eos_token_ids)
         if tokenizer is not None:
-            eos_ids |= tokenizer.eos_token_ids
+            # A tokenizer may know more ids than the model has logits.
+            eos_ids |= {i for i in tokenizer.eos_token_ids if i < model_config.vocab_size}
         sampler = SamplerState(seqs, model_config.vocab_size, where, eos_token_ids=eos_ids)
         runner = ModelRunner(llama, ops, argmax, kv_cache, tables, sampler)
     return EngineParts(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -78,11 +80,15 @@ def context_limit(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def available_cpu_bytes() -> int:
-    """Return the bytes of memory the system has free, or 8 GiB where it does not say."""
-    try:
+    """Return the bytes of memory that could be taken, or 8 GiB where the system does not say."""
+    # What Linux calls free leaves out the files it caches, and so all but nothing may be free.
+    with suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        (available,) = (line for line in lines if line.startswith("MemAvailable:"))
+        return int(available.split()[1]) * 1024
+    with suppress(AttributeError, OSError, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return 8 * GIB
+    return 8 * GIB
 
 
 def size_pool(
@@ -108,13 +114,14 @@ def size_pool(
     else:
         fits = min(pool_bytes // block_bytes, contexts * needed)
         where = f"{max(pool_bytes, 0) / GIB:.2f} GiB are left for the KV pool"
-    if fits < needed and config.max_model_len is None:
+    if fits < needed and config.max_model_len is None and fits * config.block_size >= 2:
         context = fits * config.block_size
         needed = fits
-    if fits < needed or fits < 1:
+    if fits < needed:
         raise CapacityError(
             f"a context of {context} tokens needs {needed} KV blocks of {block_bytes} bytes "
-            f"({needed * block_bytes / GIB:.2f} GiB); {where}; lower max_model_len or free memory"
+            f"({needed * block_bytes / GIB:.2f} GiB); {where}; lower max_model_len or block_size, "
+            "or make room"
         )
     return fits, context
 
@@ -129,15 +136,60 @@ def cpu_pool_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
     return min(pool, free)
 
 
-def cuda_pool_bytes(config: EngineConfig, device: torch.device, peak_bytes: int) -> int:
-    """Return the bytes left for the KV pool on a CUDA device.
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """A CUDA device's memory at one moment, in bytes.
+
+    Attributes:
+        total, free: of the device, as the driver sees it.
+        reserved: what torch holds in this process.
+        allocated: what of this tensors take.
+    """
+
+    total: int
+    free: int
+    reserved: int
+    allocated: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceMemory:
+        """Return the device's memory after torch has given back what no tensor takes."""
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(
+            total=total,
+            free=free,
+            reserved=torch.cuda.memory_reserved(device),
+            allocated=torch.cuda.memory_allocated(device),
+        )
+
+    @property
+    def outside_torch(self) -> int:
+        """What other processes have, and the driver's contexts, modules and libraries."""
+        return self.total - self.free - self.reserved
+
+
+def cuda_budget(config: EngineConfig, before: DeviceMemory) -> int:
+    """Return the bytes an engine may take: `memory_fraction` of the device, if that is free.
 
     Args:
-        config: `memory_fraction` of the device's memory is the engine's.
-        device: the device.
-        peak_bytes: most bytes torch held while the largest steps ran without a pool.
+        config: for `memory_fraction`.
+        before: the memory before the engine took any.
     """
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)  # other processes, CUDA itself
-    return int(total * config.memory_fraction) - others - peak_bytes
+    # Other processes grow, and torch's memory fragments; so not to the last byte.
+    return min(int(before.total * config.memory_fraction), before.free - before.total // 20)
+
+
+def cuda_pool_bytes(
+    config: EngineConfig, before: DeviceMemory, after: DeviceMemory, peak_bytes: int
+) -> int:
+    """Return the bytes of an engine's budget that are left for its KV pool.
+
+    Args:
+        config: for `memory_fraction`.
+        before, after: the memory before the weights were loaded and after the largest steps ran.
+        peak_bytes: most bytes that tensors took meanwhile, but for the pool of those steps.
+    """
+    own = peak_bytes - before.allocated
+    libraries = max(0, after.outside_torch - before.outside_torch)
+    return cuda_budget(config, before) - own - libraries

@@ -1,4 +1,4 @@
-"""The start-up profile: how much memory the largest steps take besides weights and KV pool."""
+"""The largest steps an engine can be given: they show what it takes besides the KV pool."""
 
 from __future__ import annotations
 
@@ -17,38 +17,17 @@ from tvr.core.runner import ModelRunner, RowState
 from tvr.core.sampler import SamplerState
 from tvr.core.sampling_params import SamplingParams
 
+#: What grows with the context grows with its keys: a short chunk at its end shows that, in a
+#: fraction of the time of a long one.
+TAIL_TOKENS = 64
 
-def prefill_step(lengths: list[int], block_size: int) -> PackedStep:
-    """Return a step that reads prompts of `lengths` from position 0 and samples after each.
-
-    Sequence i takes row i; blocks are handed out from 0. All token ids are 0.
-    """
-    num_blocks = [-(-n // block_size) for n in lengths]
-    first_block = np.cumsum([0, *num_blocks])
-    rows = np.arange(len(lengths))
-    data = [
-        rows,
-        np.zeros(len(lengths)),  # starts
-        np.array(lengths),
-        rows,  # every entry samples
-        np.zeros(sum(lengths)),  # token ids
-        np.repeat(rows, num_blocks),
-        np.concatenate([np.arange(n) for n in num_blocks]),
-        np.arange(first_block[-1]),
-    ]
-    return PackedStep(
-        data=np.concatenate(data).astype(np.int32),
-        num_seqs=len(lengths),
-        num_decodes=0,
-        num_samples=len(lengths),
-        num_prefill_tokens=sum(lengths),
-        seq_lens=list(lengths),
-        q_lens=list(lengths),
-        sample_rows=rows.tolist(),
-    )
+#: Every stage of sampling, at its dearest.
+DEAREST = SamplingParams(
+    temperature=0.8, top_p=0.9, presence_penalty=0.5, min_tokens=1, stop_token_ids=[0]
+)
 
 
-def profile_peak_bytes(
+def run_largest_steps(
     model: LlamaForCausalLM,
     ops: OpTable,
     argmax: Callable[..., Tensor],
@@ -56,21 +35,22 @@ def profile_peak_bytes(
     block_size: int,
     device: torch.device,
 ) -> int:
-    """Return the most bytes torch held on `device` while the largest steps ran.
+    """Run the largest steps there can be on a pool just large enough; return the pool's bytes.
 
-    Two extremes are run: one prompt of `max_q_len` tokens, and `max_num_seqs` short ones that
-    fill the step, with a logit row and the dearest sampling each. A pool just large enough for
-    them stands in for the real one and is subtracted.
+    They are one long chunk, as many sequences as there may be with all the tokens shared out
+    among them, and a chunk at the end of the longest sequence; each samples in the dearest way.
     """
-    longest = [bounds.max_q_len]
-    share = max(1, bounds.max_num_tokens // bounds.max_num_seqs)
-    many = [min(share, bounds.max_seq_len)] * bounds.max_num_seqs
-    steps = [prefill_step(lengths, block_size) for lengths in (longest, many)]
-    num_blocks = max(sum(-(-n // block_size) for n in s.q_lens) for s in steps)
+    longest, tail = bounds.max_q_len, min(bounds.max_q_len, TAIL_TOKENS)
+    share, more = divmod(bounds.max_num_tokens, bounds.max_num_seqs)
+    steps = [
+        [(0, longest)],
+        [(0, min(share + (i < more), longest)) for i in range(bounds.max_num_seqs)],
+        [(bounds.max_seq_len - tail, tail)],
+    ]
+    num_blocks = max(sum(-(-n // block_size) for _, n in chunks) for chunks in steps)
     kv_cache = KVCache.allocate(
         model.config, num_blocks, block_size, dtype=model.logits_dtype, device=device
     )
-    pool_bytes = num_blocks * model.config.kv_bytes_per_block(block_size, model.logits_dtype)
     tables = DeviceTables(
         num_rows=bounds.max_num_seqs,
         max_model_len=bounds.max_seq_len,
@@ -79,12 +59,43 @@ def profile_peak_bytes(
     )
     sampler = SamplerState(bounds.max_num_seqs, model.config.vocab_size, device)
     runner = ModelRunner(model, ops, argmax, kv_cache, tables, sampler)
-    params = SamplingParams(temperature=0.8, top_p=0.9, presence_penalty=0.5)
-    torch.cuda.reset_peak_memory_stats(device)
-    for step in steps:
+    for chunks in steps:
         resets = [
-            RowState(row=i, params=params, seed=i, prompt_token_ids=[0], output_token_ids=[])
-            for i in range(step.num_seqs)
+            RowState(row=i, params=DEAREST, seed=i, prompt_token_ids=[0], output_token_ids=[])
+            for i in range(len(chunks))
         ]
-        runner.submit(step, resets)()
-    return torch.cuda.max_memory_allocated(device) - pool_bytes
+        runner.submit(pack_chunks(chunks, block_size, num_blocks), resets)()
+    runner.close()
+    return num_blocks * model.config.kv_bytes_per_block(block_size, model.logits_dtype)
+
+
+def pack_chunks(chunks: list[tuple[int, int]], block_size: int, num_blocks: int) -> PackedStep:
+    """Return a step of prefill chunks (start, length) that each sample.
+
+    Sequence i takes row i. All token ids are 0. Blocks are handed out in turn, and again from 0
+    when `num_blocks` are gone.
+    """
+    starts, lengths = np.array(chunks).T
+    ends = starts + lengths
+    counts = -(-ends // block_size)
+    rows = np.arange(len(chunks))
+    data = [
+        rows,
+        starts,
+        lengths,
+        rows,  # every entry samples
+        np.zeros(sum(lengths)),  # token ids
+        np.repeat(rows, counts),
+        np.concatenate([np.arange(n) for n in counts]),
+        np.arange(sum(counts)) % num_blocks,
+    ]
+    return PackedStep(
+        data=np.concatenate(data).astype(np.int32),
+        num_seqs=len(chunks),
+        num_decodes=0,
+        num_samples=len(chunks),
+        num_prefill_tokens=int(sum(lengths)),
+        seq_lens=ends.tolist(),
+        q_lens=lengths.tolist(),
+        sample_rows=rows.tolist(),
+    )

@@ -42,6 +42,7 @@ class Request:
         max_tokens: int,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
+        followed: bool = False,
     ) -> None:
         """Build the request's sequences.
 
@@ -54,8 +55,10 @@ class Request:
             max_tokens: most new tokens, already limited by the context.
             tokenizer: None: outputs carry token ids only.
             eos_token_ids: the model's.
+            followed: whoever made it hands out its outputs, so the engine's `step` does not.
         """
         self.request_id = request_id
+        self.followed = followed
         self.params = params
         strings: list[str] = []
         #: Why a token of this id ended an answer; EOS ids that the user did not name have none.
@@ -111,8 +114,6 @@ class Request:
         Mutates: `output`.
         """
         out, token, reason = completion.output, update.token, update.finish_reason
-        if out.finish_reason is not None:  # a stop string ended it while this step was in flight
-            return False
         if token is None:
             out.error = update.error
         else:
@@ -156,13 +157,18 @@ class Request:
 
     def _finish(self, completion: Completion, reason: str) -> None:
         completion.output.finish_reason = reason
-        if all(c.output.finished for c in self.completions):
-            self.output.finished = True
-            self.output.metrics.finished_time = time.monotonic()
+        self._finish_if_all_are()
 
-    def abort(self) -> None:
+    def _finish_if_all_are(self) -> None:
+        if all(c.output.finished for c in self.completions):
+            self.output.metrics.finished_time = time.monotonic()
+            self.output.finished = True
+
+    def end(self, reason: str, error: str | None = None) -> None:
         """End every unfinished answer. Mutates: `output`."""
         for completion in self.completions:
             if not completion.output.finished:
+                completion.output.error = error
                 self._flush(completion)
-                self._finish(completion, "abort")
+                completion.output.finish_reason = reason
+        self._finish_if_all_are()

@@ -8,9 +8,10 @@ scheduler can prepare the next step meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from tvr.core.llama import LlamaForCausalLM
 from tvr.core.ops import OpTable
 from tvr.core.sampler import SamplerState, sample
 from tvr.core.sampling_params import SamplingParams
+from tvr.errors import KernelError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +87,7 @@ class ModelRunner:
             Exception: whatever the step raised, from this call or from the returned one.
         """
         if self._worker is not None:
-            future = self._worker.submit(self._run, packed, resets)
-            return lambda: future.result().tolist()
+            return partial(_tokens_of, self._worker.submit(self._run, packed, resets))
         # Whichever thread this is: its current device and stream may be others.
         with on_device(self._device, self._stream):
             tokens = self._run(packed, resets)
@@ -105,7 +106,8 @@ class ModelRunner:
     def _run(self, packed: PackedStep, resets: Sequence[RowState]) -> Tensor:
         """Compute one step; return its sampled tokens [R] int64."""
         for state in resets:
-            self._prompt_lens[state.row] = len(state.prompt_token_ids)
+            # fill_: assigning a number to an element may wait for the device
+            self._prompt_lens[state.row].fill_(len(state.prompt_token_ids))
             self._sampler.reset(
                 state.row,
                 state.params,
@@ -135,6 +137,17 @@ class ModelRunner:
         return tokens
 
     def close(self) -> None:
-        """Wait for the steps in flight and end the worker thread."""
+        """Wait for the steps in flight, end the worker thread and let go of model and KV pool."""
         if self._worker is not None:
             self._worker.shutdown()
+        del self._model, self._kv_cache, self._tables, self._sampler, self._argmax
+
+
+def _tokens_of(step: Future[Tensor]) -> list[int]:
+    """Wait for a step on the worker thread and return its tokens."""
+    error = step.exception()
+    if error is not None and not isinstance(error, Exception):
+        # A plug-in's SystemExit, say. It must not end the process from here, nor be taken for an
+        # interrupt of the thread that waits.
+        raise KernelError(f"the step ended by {type(error).__name__}: {error}") from error
+    return step.result().tolist()
