@@ -122,6 +122,11 @@ def test_what_the_probe_says_makes_a_backend_unavailable_and_is_kept(probe, reas
         manager.require("a")
 
 
+def test_an_interrupt_passes_through_a_probe():
+    with pytest.raises(KeyboardInterrupt):
+        manager_of(fake("a", probe=raising(KeyboardInterrupt())))
+
+
 def test_an_empty_probe_and_no_probe_at_all_mean_it_can_run():
     assert names(manager_of(fake("a", probe=lambda device: []), fake("b")).backends) == ["a", "b"]
 
@@ -239,6 +244,22 @@ def test_explain_tells_of_every_backend_what_it_is_and_why_it_is_not_used(tmp_pa
     assert rows["idle"]["abi"] == "1.0"
     assert "use --backend" in rows["idle"]["reasons"][0]
     assert "No module named 'not_there_mod'" in rows["bad"]["reasons"][0]
+
+
+def test_a_backend_that_is_named_is_explained_as_listed_first(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = (
+        "from tvr.contract import BackendInfo\n"
+        "from tvr.hookspecs import hookimpl\n"
+        "@hookimpl\n"
+        "def tvr_backend_info(): return BackendInfo(name='aside', abi=(1, 0))\n"
+    )
+    install(tmp_path, "x", entry_points={"aside": "aside_mod"}, sources={"aside_mod.py": source})
+    manager = manager_of(fake("a"), site=tmp_path)
+    assert manager.explain()["backends"][1]["status"] == "not listed"
+    told = manager.explain(first="aside")
+    assert told["order"] == ["aside", "a"]
+    assert (told["backends"][0]["name"], told["backends"][0]["status"]) == ("aside", "ok")
 
 
 def test_a_pinned_backend_need_not_be_listed(tmp_path):

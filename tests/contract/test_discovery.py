@@ -58,6 +58,15 @@ def test_an_installed_backend_is_found_by_its_entry_point(site):
     assert (backend.name, backend.distribution, backend.version) == ("fast", "good", "2.5")
 
 
+INTERRUPTED_WHEN_TOLD = (
+    GOOD.format(name="fast")
+    + """
+@hookimpl
+def tvr_configured(config):
+    raise KeyboardInterrupt
+"""
+)
+
 AS_CLASS = (
     "from tvr.contract import BackendInfo, BoundOp, Box\n"
     "from tvr.hookspecs import hookimpl\n"
@@ -142,6 +151,30 @@ def test_an_older_copy_further_down_the_path_is_shadowed_as_its_modules_are(site
     sys.path[:0] = [str(site / "first")]
     manager = manager_of(config=config_of("fast"), site=[site / "first", site / "second"])
     assert manager.known["fast"].version == "2.0"
+
+
+def test_a_first_copy_without_backends_shadows_an_older_one_with_them(site):
+    """Its modules are those of the first copy, in which the backend is gone."""
+    install(site / "first", "good", entry_points={}, version="2.0")
+    install_good(site / "second", "good", "fast", version="1.0")
+    manager = manager_of(site=[site / "first", site / "second"])
+    assert "fast" not in manager.known
+
+
+def test_a_damaged_distribution_without_backends_is_not_worth_a_note(site):
+    info = site / "stray-1.0.dist-info"
+    info.mkdir()
+    install_good(site, "good", "fast")
+    manager = manager_of(config=config_of("fast"), site=site)
+    assert [b.name for b in manager.backends] == ["fast"]
+    assert manager.notes == []
+
+
+@pytest.mark.parametrize("source", ["raise KeyboardInterrupt", INTERRUPTED_WHEN_TOLD])
+def test_an_interrupt_while_a_plugin_loads_is_not_taken_for_a_broken_plugin(site, source):
+    install(site, "dist", entry_points={"fast": "mod"}, sources={"mod.py": source})
+    with pytest.raises(KeyboardInterrupt):
+        manager_of(config=config_of("fast"), site=site)
 
 
 def test_two_plugins_of_one_name_are_an_error_that_names_both(site):

@@ -72,11 +72,24 @@ def test_every_toml_example_parses():
         tomllib.loads(text)
 
 
-def test_the_complete_example_is_a_backend_that_works():
-    """The first python block of the page, run as the module that the page says it is."""
+@pytest.fixture
+def example(monkeypatch):
+    """The first python block of the page, as the module that the page says it is."""
     module = types.ModuleType("fast_norm")
     exec(compile(blocks("python")[0], "docs/hooks.md", "exec"), module.__dict__)
-    manager = manager_of(module)
+    monkeypatch.setitem(sys.modules, "fast_norm", module)
+    return module
+
+
+def test_the_complete_example_proves_itself_right_as_the_page_says(example, capsys):
+    exec(compile(blocks("python")[1], "docs/hooks.md", "exec"), {})
+    counts, *failures = capsys.readouterr().out.splitlines()
+    assert re.match(r"[1-9]\d* passed, 0 failed, [1-9]\d* skipped$", counts)
+    assert not failures
+
+
+def test_the_complete_example_is_a_backend_that_works(example):
+    manager = manager_of(example)
     table = OpTable(manager, manager.device, strict=True)
     bound = table.bind(RmsNormSpec(dtype="float32", hidden_size=64))
     table.allocate(Bounds(max_num_seqs=1, max_num_tokens=1, max_seq_len=1, max_q_len=1))

@@ -75,6 +75,12 @@ def test_a_bind_that_goes_wrong_is_passed_over_with_its_reason(answer, reason):
     assert reasons[0].startswith(reason)
 
 
+def test_an_interrupt_passes_through_a_bind_hook():
+    table = table_of(fake("a", bind={"rope": raising(KeyboardInterrupt())}), fake("b"))
+    with pytest.raises(KeyboardInterrupt):
+        table.bind(spec_of("rope"))
+
+
 def test_a_spec_that_is_not_declared_is_never_shown_to_the_backend():
     a = fake("a", {"attention_decode": [BOX]})
     table = table_of(a, fake("b", {"attention_decode": [Box(
@@ -387,6 +393,21 @@ def test_a_workspace_size_that_is_none_is_an_error_that_names_the_backend(num_by
         Stateful(num_bytes).table("rope").allocate(BOUNDS)
 
 
+@pytest.mark.parametrize("name", ["workspace_bytes", "attach"])
+def test_an_exception_at_allocation_names_the_op_and_the_backend(name):
+    def fail(argument):
+        raise OSError("no\nroom")
+
+    hooks = {"workspace_bytes": lambda bounds: 8, "attach": lambda workspace: None, name: fail}
+    bound = BoundOp(run=no_run, **hooks)
+    table = table_of(fake("a", bind={"rope": lambda spec, device: bound}))
+    table.bind(spec_of("rope"))
+    message = f"rope of backend 'a': {name} raised OSError: no room"
+    with pytest.raises(PluginError, match=message) as caught:
+        table.allocate(BOUNDS)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
 def test_plans_run_in_binding_order_each_with_its_part_of_the_step():
     fakes = Stateful()
     table = fakes.table("rope", "attention_prefill", "attention_decode", "argmax")
@@ -519,6 +540,33 @@ def test_explain_tells_who_serves_and_why_each_other_does_not():
     assert composed["served_by"] == "a + c"
     assert composed["backends"][0]["status"] == "serves a part"
     assert [part["served_by"] for part in composed["parts"]] == ["a", "c"]
+
+
+def test_explain_tells_why_a_backend_that_has_the_whole_does_not_serve_it():
+    table = table_of(fake("a", ["rope"]), fake("b", ["rope_kv_write"]), fake("c"))
+    (told,) = table.explain_ops([spec_of("rope_kv_write")])
+    assert told["served_by"] == "a + c"
+    why = "rope_kv_write is composed of its parts, since a, which ranks higher, serves rope"
+    assert [(row["status"], row["reasons"]) for row in told["backends"]] == [
+        ("serves a part", ["does not implement rope_kv_write"]),
+        ("passed over", [why]),
+        ("serves a part", [why]),
+    ]
+
+
+def test_a_named_backend_is_told_that_a_pinned_part_keeps_it_from_serving_the_whole():
+    config = PluginConfig(pins={"rope": "b"})
+    table = table_of(fake("a"), fake("b"), config=config, backend="a")
+    table.bind(spec_of("rope_kv_write"))
+    why = "rope_kv_write is composed of its parts, since rope is pinned to b"
+    assert PassedOver("rope_kv_write", "a", [why]) in table.passed_over
+
+
+def test_a_backend_that_serves_all_parts_is_not_said_to_lack_the_whole():
+    table = table_of(fake("a", ["rms_norm"]), fake("b"), backend="a")
+    table.bind(spec_of("add_rms_norm"))
+    assert table.served()["add_rms_norm"] == ["a"]
+    assert not [passed for passed in table.passed_over if passed.backend == "a"]
 
 
 def test_explain_tells_what_nobody_serves():

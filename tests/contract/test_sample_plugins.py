@@ -12,6 +12,7 @@ from support.fakes import manager_of
 from support.plugins import install_sample
 from support.specs import spec_of
 from tvr.backends.torch_ref import plugin as reference
+from tvr.conformance import check_backend, format_results
 from tvr.core.ops import OpTable
 from tvr.core.plugins import PluginConfig
 
@@ -36,6 +37,14 @@ def sample(tmp_path, monkeypatch):
 def reference_table():
     manager = manager_of(reference)
     return OpTable(manager, manager.device)
+
+
+@pytest.mark.parametrize("package", ["tvr_only_rope", "tvr_only_rms_norm"])
+def test_the_samples_keep_every_claim_of_the_contract(sample, package):
+    module, _ = sample(package)
+    results = check_backend(module)
+    assert not any(r.failed for r in results), format_results(results)
+    assert module.calls > 100
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,7 +15,7 @@ from tvr.errors import BackendUnavailable, PluginError, UnsupportedSpec
 
 
 class PassedOver(NamedTuple):
-    """A backend that was asked for an op before the one that serves it, and why it does not."""
+    """A backend that might have served an op, and why it does not."""
 
     op: str
     backend: str
@@ -30,7 +30,7 @@ class Binding:
         bound: what the model calls.
         backend: name of the backend that serves it; of a composed op, those of its parts.
         flags: what is declared for it; of a composed op, what is declared for all its parts.
-        passed_over: better ranked backends that do not serve it.
+        passed_over: backends that might have served it, and why they do not.
         parts: of a composed op, the bindings it calls.
     """
 
@@ -74,6 +74,7 @@ class Binder:
         self._ranked = manager.ranked(first)
         self._answers: dict[tuple[str, OpSpec], BoundOp | Refusal] = {}
         self._settled: dict[OpSpec, Binding] = {}
+        self._why_composed: dict[OpSpec, str] = {}
         self._stateful: list[BoundOp] = []  # those with a plan or a workspace
 
         pinned = [manager.known[name] for name in self._pins.values()]
@@ -137,26 +138,31 @@ class Binder:
         """
         pin = self._pins.get(spec.op)
         parts = part_specs(spec) if pin is None else []
-        if any(part.op in self._pins for part in parts):
-            return self._composed(spec, parts)
+        for part in parts:
+            if part.op in self._pins:
+                return self._composed(spec, parts, f"{part.op} is pinned to {self._pins[part.op]}")
         asked = self._ranked[:1] if self._strict else self._ranked
         for backend in asked if pin is None else [self._manager.known[pin]]:
             answer = self._ask(backend, spec)
             if isinstance(answer, BoundOp):
                 flags = declared_flags(backend.info, spec, self._device)
                 return Binding(spec, answer, backend.name, flags, self._passed_over(spec))
-            if any(isinstance(self._ask(backend, part), BoundOp) for part in parts):
-                return self._composed(spec, parts)
+            for part in parts:
+                if isinstance(self._ask(backend, part), BoundOp):
+                    why = f"{backend.name}, which ranks higher, serves {part.op}"
+                    return self._composed(spec, parts, why)
         raise self._unsupported(spec)
 
-    def _composed(self, spec: OpSpec, specs: list[OpSpec]) -> Binding:
+    def _composed(self, spec: OpSpec, specs: list[OpSpec], why: str) -> Binding:
+        self._why_composed[spec] = f"{spec.op} is composed of its parts, since {why}"
         parts = tuple(self.settle(part) for part in specs)
+        servers = {part.backend for part in parts}
         return Binding(
             spec,
             compose(spec.op, [part.bound for part in parts]),
             " + ".join(part.backend for part in parts),
             frozenset.intersection(*(part.flags for part in parts)),
-            self._passed_over(spec),
+            [passed for passed in self._passed_over(spec) if servers != {passed.backend}],
             parts,
         )
 
@@ -222,7 +228,12 @@ class Binder:
         if pin not in (None, backend.name):
             return [f"{spec.op} is pinned to {pin}"]
         answer = self._answers.get((backend.name, spec))
-        return answer.reasons if isinstance(answer, Refusal) else backend.why_not_used()
+        if isinstance(answer, Refusal):
+            return answer.reasons
+        reasons = backend.why_not_used()
+        if not reasons and spec in self._why_composed:
+            reasons = why_not(backend.info, spec, self._device) or [self._why_composed[spec]]
+        return reasons
 
     def _passed_over(self, spec: OpSpec) -> list[PassedOver]:
         rows = [(b.name, self._reasons(b, spec)) for b in self._ranked]

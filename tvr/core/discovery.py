@@ -45,14 +45,15 @@ def discover(installed: Iterable[Distribution] | None = None) -> Discovery:
     found = Discovery()
     seen: set[str] = set()
     for dist in distributions() if installed is None else installed:
+        entry_points = None
         try:
             entry_points = [ep for ep in dist.entry_points if _GROUP.fullmatch(ep.group)]
-            if not entry_points:
-                continue
             name, version = dist.metadata["Name"] or "unknown", dist.version or "unknown"
         except Exception as e:  # a damaged distribution must not take the others with it
-            found.notes.append(f"{dist.locate_file('')}: unreadable metadata: {e!r}")
+            if entry_points != []:  # one that has no backend is none of our business
+                found.notes.append(f"{dist.locate_file('')}: unreadable metadata: {e!r}")
             continue
+        # A first copy without backends shadows the backends of a second too.
         normalized = re.sub(r"[-_.]+", "-", name).lower()
         if normalized in seen:
             continue

@@ -21,6 +21,7 @@ from tvr.contract import (
     StepMeta,
 )
 from tvr.core.binding import Binder, Binding, PassedOver
+from tvr.core.plugin_checks import describe
 from tvr.core.plugins import BackendManager
 from tvr.errors import ConfigError, PluginError
 
@@ -111,14 +112,14 @@ class OpTable:
         for binding in self._bindings.values():
             op, bound = binding.spec.op, binding.bound
             if bound.workspace_bytes is not None and bound.attach is not None:
-                num_bytes = bound.workspace_bytes(bounds)
+                num_bytes = _ask(binding, "workspace_bytes", bounds)
                 if not isinstance(num_bytes, int) or num_bytes < 0:
                     raise PluginError(
                         f"{op} of backend {binding.backend!r}: workspace_bytes returned "
                         f"{num_bytes!r}; it must return a number of bytes"
                     )
                 self._workspaces.append(_aligned_zeros(num_bytes, str(self._device)))
-                bound.attach(self._workspaces[-1])
+                _ask(binding, "attach", self._workspaces[-1])
                 total += num_bytes
             if bound.plan is not None:
                 self._plans.append((_STEP_PARTS.get(op, "step"), bound.plan))
@@ -135,9 +136,10 @@ class OpTable:
 
     @property
     def passed_over(self) -> list[PassedOver]:
-        """Who was asked before the server of each bound op, and why it does not serve it.
+        """Who might have served each bound op, and why it does not.
 
-        Those whose `backend` is `self.backend` are what a user who named it wants to hear.
+        A backend that serves all parts of a composed op is not listed for it. Those whose
+        `backend` is `self.backend` are what a user who named it wants to hear.
         """
         unique: dict[tuple[str, str, str], PassedOver] = {}
         for binding in self._bindings.values():
@@ -179,6 +181,16 @@ class OpTable:
         for part in binding.parts:
             self._take(part)
         self._bindings.setdefault(binding.spec, binding)
+
+
+def _ask(binding: Binding, name: str, argument: object) -> Any:  # noqa: ANN401
+    """Call a bound op's `name` at start-up; what it raises names the backend."""
+    try:
+        return getattr(binding.bound, name)(argument)
+    except (Exception, SystemExit) as e:
+        raise PluginError(
+            f"{binding.spec.op} of backend {binding.backend!r}: {name} raised {describe(e)}"
+        ) from e
 
 
 def _pair(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -105,9 +105,12 @@ class BackendManager:
             ) from backend.error
         return backend
 
-    def explain(self) -> dict[str, Any]:
-        """Return every known backend, the ranked ones first, as JSON-able data."""
-        ranked = [b.name for b in self.ranked(usable=False)]
+    def explain(self, first: str | None = None) -> dict[str, Any]:
+        """Return every known backend, the ranked ones first, as JSON-able data.
+
+        `first` is the backend that the op table was told to ask before all others, if any.
+        """
+        ranked = [b.name for b in self.ranked(first, usable=False)]
         names = dict.fromkeys([*ranked, *self.known])
         return {
             "abi": f"{ABI_MAJOR}.{ABI_MINOR}",

@@ -18,6 +18,7 @@ def on_stream(bound: BoundOp, stream: Any) -> BoundOp:  # noqa: ANN401
         bound,
         run=_forked(bound.run, stream),
         plan=bound.plan and _forked(bound.plan, stream),
+        attach=bound.attach and _forked(bound.attach, stream),
         pack=bound.pack and _forked(bound.pack, stream),
     )
 

@@ -2,21 +2,23 @@
 
 import torch
 
-from tvr.contract import BackendInfo, BoundOp, Box
+from tvr.contract import BackendInfo, BoundOp, Box, why_not
 from tvr.hookspecs import hookimpl
+
+BOX = Box(dtypes=("float32", "float16", "bfloat16"), devices=("cpu", "cuda"))
+INFO = BackendInfo(name="only_rms_norm", abi=(1, 0), ops={"rms_norm": [BOX]})
 
 calls = 0
 
 
 @hookimpl
 def tvr_backend_info():
-    box = Box(dtypes=("float32", "float16", "bfloat16"), devices=("cpu", "cuda"))
-    return BackendInfo(name="only_rms_norm", abi=(1, 0), ops={"rms_norm": [box]})
+    return INFO
 
 
 @hookimpl
 def tvr_bind_rms_norm(spec, device):
-    return BoundOp(run=rms_norm)
+    return None if why_not(INFO, spec, device) else BoundOp(run=rms_norm)
 
 
 def rms_norm(x, weight, *, eps, out):
