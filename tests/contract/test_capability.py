@@ -134,6 +134,7 @@ def test_a_box_with_a_typing_slip_is_refused(axes, message):
         ({"abi": "1.0"}, "is not a pair"),
         ({"ops": {"rope": []}}, "with no box"),
         ({"ops": {"rope": ["float32"]}}, "must map to a list of Box"),
+        ({"ops": {"rope": iter([Box(dtypes=["float32"])])}}, "must map to a list of Box"),
     ],
 )
 def test_an_info_with_a_slip_is_refused(given, message):

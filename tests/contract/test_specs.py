@@ -66,6 +66,8 @@ def test_a_neutral_value_said_aloud_makes_the_same_spec(op, said):
     [
         ("rms_norm", {"dtype": "float64"}, "dtype 'float64' is not one of float32"),
         ("rms_norm", {"hidden_size": 0}, "hidden_size is 0; it must be at least 1"),
+        ("attention_decode", {"softcap": 0.0}, "softcap is 0.0; it must be above 0"),
+        ("attention_decode", {"softcap": float("nan")}, "softcap is nan; it must be above 0"),
         ("rope", {"num_heads": 5}, "num_heads must be a multiple of num_kv_heads"),
         ("rope", {"head_dim": 15}, "rotary_dim 15 must be even"),
         ("rope", {"rotary_dim": 32}, "at most head_dim 16"),

@@ -43,10 +43,10 @@ def check_batch_invariant_rows_ignore_chunking(backend: Subject, case: Case) -> 
     whole = run(backend, case, sequences)
     for s, rows in enumerate(rows_of(sequences)):
         q, k, v = sequences.q[s], sequences.k[s], sequences.v[s]
+        if not _can_be_cut(len(q), len(k)):
+            continue
         cut = len(q) // 2
         behind = len(k) - (len(q) - cut)  # keys that the first half of the chunk sees
-        if not cut or behind < cut:
-            continue
         halves = [
             Sequences(q=[q[:cut]], k=[k[:behind]], v=[v[:behind]], scale=sequences.scale),
             Sequences(q=[q[cut:]], k=[k], v=[v], scale=sequences.scale),
@@ -84,6 +84,15 @@ def _decode_spec(case: Case) -> OpSpec:
     return AttentionDecodeSpec(**facts)
 
 
+def _can_be_cut(q_len: int, kv_len: int) -> bool:
+    """Whether both halves of a chunk have rows, and keys for all of these."""
+    return 1 < q_len <= kv_len
+
+
+def _has_chunk_to_cut(case: Case) -> bool:
+    return is_causal(case) and any(map(_can_be_cut, case.q_lens, case.kv_lens))
+
+
 def _limits_splits(case: Case) -> bool:
     return attention_spec(case).max_splits is not None
 
@@ -95,7 +104,7 @@ CHECKS = (
         run=check_batch_invariant_rows_ignore_chunking,
         ops=PREFILL,
         flag="batch_invariant",
-        applies=is_causal,
+        applies=_has_chunk_to_cut,
     ),
     Check(run=check_max_splits_agrees, ops=BOTH, applies=_limits_splits),
     Check(run=check_decode_continues_prefill, ops=PREFILL, applies=is_causal, also=_decode_spec),

@@ -138,7 +138,7 @@ class BackendInfo:
                     f"backend {self.name!r}: abi {self.abi!r} is not a pair (major, minor)"
                 )
         for op, boxes in self.ops.items():
-            if isinstance(boxes, Box) or not all(isinstance(box, Box) for box in boxes):
+            if not isinstance(boxes, Sequence) or not all(isinstance(b, Box) for b in boxes):
                 raise PluginError(f"backend {self.name!r}: op {op!r} must map to a list of Box")
             if not boxes:
                 raise PluginError(f"backend {self.name!r} lists op {op!r} with no box; drop the op")

@@ -38,6 +38,8 @@ class OpSpec:
             value = getattr(self, f.name)
             if type(value) is int and value < 1:
                 raise ConfigError(f"{self.op}: {f.name} is {value}; it must be at least 1")
+            if type(value) is float and not value > 0:
+                raise ConfigError(f"{self.op}: {f.name} is {value}; it must be above 0")
         num_heads = getattr(self, "num_heads", None)
         num_kv_heads = getattr(self, "num_kv_heads", None)
         if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
