@@ -44,6 +44,8 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
+    if scaling.kind == "per_pair":
+        return frequencies / (scaling.factor * torch.tensor(scaling.divisors, dtype=torch.float32))
     return _llama3(frequencies, scaling)
 
 

@@ -22,12 +22,14 @@ class RopeScaling:
 
     Attributes:
         kind: "linear" divides every frequency by `factor`; "llama3" divides those of long
-            wavelength, keeps those of short wavelength and blends in between.
+            wavelength, keeps those of short wavelength and blends in between; "per_pair" divides
+            each by `factor` and by its own of the `divisors` (only GGUF files have it).
         factor: the divisor.
         low_freq_factor, high_freq_factor: llama3: a wavelength is long above
             `original_max_position_embeddings / low_freq_factor` and short below
             `original_max_position_embeddings / high_freq_factor`.
         original_max_position_embeddings: llama3: context length before stretching, tokens.
+        divisors: per_pair: one for each of the head_dim / 2 channel pairs.
     """
 
     kind: str
@@ -35,6 +37,7 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    divisors: tuple[float, ...] = ()
 
 
 def parse_rope(data: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
