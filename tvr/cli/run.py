@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,7 +27,8 @@ def run(
     ] = None,
     *,
     model: Annotated[
-        str, typer.Option(metavar="DIR", help="Directory of a Hugging Face checkpoint.")
+        str,
+        typer.Option(metavar="PATH", help="A Hugging Face checkpoint directory or a .gguf file."),
     ],
     backend: Annotated[
         str, typer.Option(metavar="NAME", help="Backend put first; auto: the configured order.")
@@ -70,7 +70,7 @@ def run(
     ] = None,
     load_format: Annotated[
         str,
-        typer.Option(metavar="NAME", help="auto, or dummy: random weights from config.json alone."),
+        typer.Option(metavar="NAME", help="auto, safetensors, gguf, or dummy: random weights."),
     ] = "auto",
     plugins: Annotated[
         str | None, typer.Option(metavar="FILE", help="A plugins.toml to use.")
@@ -96,14 +96,11 @@ def run(
     )
     prompt = _checked_prompt(prompt)
 
-    from tvr.core.config import ModelConfig
+    from tvr.core.checkpoint_source import open_checkpoint
     from tvr.core.llm import LLM
     from tvr.core.plugin_config import find_config
-    from tvr.core.tokenizer import Tokenizer
 
-    ModelConfig.from_dir(model)
-    if not Path(model, "tokenizer.json").exists():
-        Tokenizer.from_dir(model)  # says what is missing, before the weights are read
+    open_checkpoint(model, load_format).require_tokenizer()  # before the weights are read
     llm = LLM(
         model,
         backend=backend,

@@ -20,7 +20,7 @@ SINGLE_NAME = "model.safetensors"
 #: safetensors' names of the dtypes that weights may have.
 DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
-_FOREIGN_SUFFIXES = (".bin", ".pth", ".pt", ".gguf", ".npz")
+_FOREIGN_SUFFIXES = (".bin", ".pth", ".pt", ".npz")
 
 
 class TensorInfo(NamedTuple):
@@ -39,7 +39,7 @@ def model_dir(path: str | Path) -> Path:
         found = "is a file" if path.exists() else "does not exist"
         raise CheckpointError(
             f"model {path} {found}; give a local Hugging Face directory (config.json, "
-            "tokenizer.json, *.safetensors)"
+            "tokenizer.json, *.safetensors) or a .gguf file"
         )
     return path
 
@@ -113,6 +113,11 @@ def _single_file(path: Path) -> Path:
             f"{path} has {len(found)} safetensors files ({shorten([f.name for f in found])}) but "
             f"neither {SINGLE_NAME} nor {INDEX_NAME}; which belong to the model is not known, "
             f"add the index"
+        )
+    gguf = sorted(f.name for f in path.glob("*.gguf"))
+    if gguf:
+        raise CheckpointError(
+            f"{path} has no *.safetensors file; to load {shorten(gguf)}, give that file's path"
         )
     others = sorted(f.name for f in path.iterdir() if f.suffix in _FOREIGN_SUFFIXES)
     hint = f"; {shorten(others)} must be converted to safetensors first" if others else ""

@@ -10,6 +10,7 @@ import torch
 
 from tvr.core.checkpoint import shorten
 from tvr.core.config import ModelConfig
+from tvr.core.text_files import is_there
 from tvr.core.tokenizer import Tokenizer
 from tvr.core.weights import Progress, Weights, load_weights
 from tvr.errors import CheckpointError, ConfigError
@@ -22,6 +23,9 @@ class Checkpoint(Protocol):
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer; None: there is none."""
+
+    def require_tokenizer(self) -> None:
+        """Raise CheckpointError if there is no tokenizer; says what is there instead."""
 
     def load_weights(
         self, *, dtype: str, device: torch.device | str, progress: Progress | None = None
@@ -64,9 +68,14 @@ class HuggingFaceCheckpoint:
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer; None: there is no tokenizer.json."""
         # Token ids in, token ids out needs no tokenizer.
-        if not (self._path / "tokenizer.json").exists():
+        if not is_there(self._path / "tokenizer.json"):
             return None
         return Tokenizer.from_dir(self._path)
+
+    def require_tokenizer(self) -> None:
+        """Raise CheckpointError if there is no tokenizer.json."""
+        if not is_there(self._path / "tokenizer.json"):
+            Tokenizer.from_dir(self._path)  # says what there is instead
 
     def load_weights(
         self, *, dtype: str, device: torch.device | str, progress: Progress | None = None

@@ -17,7 +17,7 @@ DTYPE_NAMES = {
     "bfloat16": "bfloat16",
     "bf16": "bfloat16",
 }
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,8 @@ class EngineConfig:
         max_num_batched_tokens: most tokens in one step.
         enable_prefix_caching: reuse the KV blocks of equal prompt beginnings.
         batch_invariant: results must not depend on neighbours, bit for bit.
-        load_format: "auto" and "safetensors" read a checkpoint, "dummy" draws seeded weights.
+        load_format: "safetensors" and "gguf" read a checkpoint of that format, "auto" the one
+            that is there; "dummy" draws seeded weights.
         seed: of unseeded requests and of dummy weights.
         max_lag: steps the scheduler runs ahead of the device, 0 or 1.
     """

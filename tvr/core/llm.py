@@ -52,7 +52,7 @@ class LLM(Engine):
         """Load `model` and get ready to serve it.
 
         Args:
-            model: directory of a Hugging Face checkpoint.
+            model: directory of a Hugging Face checkpoint, or a GGUF file (see `open_checkpoint`).
             plugins: path of a plugins.toml, or plugin objects that rank before the configured
                 ones; None: `./plugins.toml` if there is one, else the packaged default.
 

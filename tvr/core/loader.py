@@ -1,4 +1,4 @@
-"""From a checkpoint directory and an `EngineConfig` to the parts of a running engine."""
+"""From a checkpoint and an `EngineConfig` to the parts of a running engine."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 
 import torch
 
 from tvr.contract import ArgmaxSpec, Bounds, DeviceFacts
 from tvr.core.batch import DeviceTables
+from tvr.core.checkpoint_source import open_checkpoint
 from tvr.core.config import ModelConfig
 from tvr.core.engine_config import EngineConfig
 from tvr.core.kv_cache import KVCache
@@ -34,7 +34,7 @@ from tvr.core.profile import run_largest_steps
 from tvr.core.runner import ModelRunner, on_device
 from tvr.core.sampler import SamplerState
 from tvr.core.tokenizer import Tokenizer
-from tvr.core.weights import dummy_weights, load_weights
+from tvr.core.weights import dummy_weights
 from tvr.errors import BackendUnavailable, CapacityError, ConfigError
 
 
@@ -143,15 +143,14 @@ def load_engine(
     """
     began = time.perf_counter()
     if not isinstance(model, (str, PathLike)):
-        raise ConfigError(f"model is {model!r}; it must be the path of a checkpoint directory")
-    path = Path(model)
-    model_config = ModelConfig.from_dir(path)
+        raise ConfigError(f"model is {model!r}; it must be the path of a checkpoint")
+    checkpoint = open_checkpoint(model, config.load_format)
+    model_config = checkpoint.config
     device = device_facts(config.device)
     dtype = resolve_dtype(config, model_config, device.type)
     seqs, tokens = step_limits(config, device.type)
     dummy = config.load_format == "dummy"
-    # Token ids in, token ids out needs no tokenizer.
-    tokenizer = Tokenizer.from_dir(path) if (path / "tokenizer.json").exists() else None
+    tokenizer = checkpoint.tokenizer()
     _, ops = load_backends(config, device, plugins)
     where = torch.device(str(device))
     before = DeviceMemory.of(where) if device.type == "cuda" else None
@@ -166,7 +165,7 @@ def load_engine(
         if dummy:
             weights = dummy_weights(model_config, dtype=dtype, device=where, seed=config.seed)
         else:
-            weights = load_weights(path, model_config, dtype=dtype, device=where)
+            weights = checkpoint.load_weights(dtype=dtype, device=where)
         llama = LlamaForCausalLM(
             model_config,
             weights,

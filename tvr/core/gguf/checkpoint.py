@@ -8,10 +8,11 @@ import torch
 
 from tvr.core.gguf.config import read_config
 from tvr.core.gguf.file import GGUFFile
-from tvr.core.gguf.tokenizer import read_tokenizer
+from tvr.core.gguf.tokenizer import has_tokenizer, read_tokenizer
 from tvr.core.gguf.weights import check_tensors, load_gguf_weights
 from tvr.core.tokenizer import Tokenizer
 from tvr.core.weights import Progress, Weights
+from tvr.errors import CheckpointError
 
 
 class GGUFCheckpoint:
@@ -32,6 +33,13 @@ class GGUFCheckpoint:
         """Return the tokenizer; None: the file has none."""
         files = read_tokenizer(self._file)
         return None if files is None else Tokenizer(files)
+
+    def require_tokenizer(self) -> None:
+        """Raise CheckpointError if the file has no tokenizer."""
+        if not has_tokenizer(self._file):
+            raise CheckpointError(
+                f"{self._file.path} has no tokenizer, and text needs one; give a file that has"
+            )
 
     def load_weights(
         self, *, dtype: str, device: torch.device | str, progress: Progress | None = None

@@ -16,6 +16,7 @@ import numpy as np
 
 from tvr.core.gguf.cursor import Cursor, Value
 from tvr.core.gguf.library import NumberFormat, number_format
+from tvr.core.text_files import LFS_MAGIC
 from tvr.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 MAGIC = b"GGUF"
 
-_LFS_MAGIC = b"version https://git-lfs"
 _VERSIONS = (2, 3)  # they differ in nothing that is read here
 _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4
@@ -65,7 +65,7 @@ class GGUFFile:
         """
         try:
             with path.open("rb") as f:
-                _check_start(path, f.read(len(_LFS_MAGIC)))
+                _check_start(path, f.read(len(LFS_MAGIC)))
                 data = memoryview(mmap(f.fileno(), 0, access=ACCESS_READ))
         except OSError as e:
             raise CheckpointError(f"{path} cannot be read: {e}") from e
@@ -102,9 +102,9 @@ class GGUFFile:
 
 
 def _check_start(path: Path, start: bytes) -> None:
-    if start == _LFS_MAGIC:
+    if start == LFS_MAGIC.encode():
         raise CheckpointError(f"{path} is a Git LFS pointer, not the model; run `git lfs pull`")
-    if start[:4] != MAGIC or len(start) < len(_LFS_MAGIC):
+    if start[:4] != MAGIC or len(start) < len(LFS_MAGIC):
         found = f"begins with {start[:4]!r}" if start[:4] != MAGIC else f"has {len(start)} bytes"
         raise CheckpointError(f"{path} is not a GGUF file: it {found}; download it again")
     version = int.from_bytes(start[4:8], "little")

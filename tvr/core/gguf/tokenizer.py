@@ -24,6 +24,11 @@ _NAMES = {
 _TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>")
 
 
+def has_tokenizer(file: GGUFFile) -> bool:
+    """Return whether `file` has a tokenizer, of whatever kind."""
+    return file.metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
+
+
 def read_tokenizer(file: GGUFFile) -> TokenizerFiles | None:
     """Return what `file` says of its tokenizer; None: it has none.
 
@@ -32,8 +37,8 @@ def read_tokenizer(file: GGUFFile) -> TokenizerFiles | None:
         CheckpointError: parts that are missing or damaged.
     """
     metadata = file.metadata
-    model = metadata.get("tokenizer.ggml.model", "none")
-    if model in ("none", "no_vocab"):
+    model = metadata.get("tokenizer.ggml.model")
+    if not has_tokenizer(file):
         return None
     if model not in _MODELS:
         raise ConfigError(
