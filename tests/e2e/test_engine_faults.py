@@ -6,6 +6,7 @@ import gc
 import weakref
 
 import pytest
+import torch
 
 from support.engines import (
     all_blocks_came_back,
@@ -131,7 +132,7 @@ def test_an_interrupt_while_waiting_for_the_device_loses_nothing(llm, expected, 
 def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(
     llm, expected, monkeypatch, owner, name, error
 ):
-    """Whoever wrote the op that failed is told where, without the step's tensors being kept."""
+    """Whoever wrote the op that failed is told where."""
     assert llm.last_failure is None
     for call in (1, 4):
         with monkeypatch.context() as patch:
@@ -145,6 +146,26 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(
         assert "in failing" in llm.last_failure
         assert all_blocks_came_back(llm)
         assert tokens_of(llm.generate(PROMPTS, greedy(12))) == expected
+
+
+@pytest.mark.parametrize("name", ["_run", "submit"])
+def test_a_failed_step_keeps_no_tensor(llm, monkeypatch, name):
+    """Out of memory, say: what the step took must be there for the next one."""
+    kept = []
+
+    def failing(self, *args):
+        tensor = torch.zeros(3)
+        kept.append(weakref.ref(tensor))
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(ModelRunner, name, failing)
+    gc.disable()
+    try:
+        llm.generate(PROMPTS, greedy(4))
+    finally:
+        gc.enable()
+    assert kept
+    assert [ref() for ref in kept] == [None] * len(kept)
 
 
 def test_a_failed_step_leaves_requests_of_other_steps_alone(llm, expected, monkeypatch):

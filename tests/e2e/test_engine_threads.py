@@ -88,7 +88,7 @@ def test_several_threads_may_generate_and_stream_at_once(llm):
     assert all_blocks_came_back(llm)
 
 
-def test_a_late_abort_does_not_end_the_next_request_of_that_id(llm):
+def test_a_late_abort_does_not_end_the_next_request_of_that_id(llm, monkeypatch):
     """A client that goes away as its request ends, and another one that reuses the id."""
     (prompt,) = prompts_of([20])
     for _ in range(3):
@@ -97,6 +97,19 @@ def test_a_late_abort_does_not_end_the_next_request_of_that_id(llm):
         llm.abort("x")
         llm.add_request("x", prompt, greedy(8))
         assert drain(llm)["x"].outputs[0].finish_reason == "length"
+
+    update = Scheduler.update
+
+    def aborting(*args):
+        llm.abort("x")  # still there, and over when the next step begins
+        return update(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "update", aborting)
+        llm.add_request("x", prompt, greedy(1))
+        assert drain(llm)["x"].outputs[0].finish_reason == "length"
+    llm.add_request("x", prompt, greedy(8))
+    assert drain(llm)["x"].outputs[0].finish_reason == "length"
 
     llm.add_request("x", prompt, greedy(8))
     llm.abort("x")

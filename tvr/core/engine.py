@@ -248,8 +248,10 @@ class Engine:
                 raise pending
             tokens = pending()
         except Exception as error:
-            # Only its text: the traceback would keep the step's tensors.
+            # Its text is enough: through its frames the traceback refers to the step's tensors,
+            # and to the error itself, so that they would stay until the garbage collector runs.
             self.last_failure = "".join(traceback.format_exception(error))
+            error.__traceback__ = None
             reason = " ".join(str(error).split())
             failure = f"step {output.step_id} failed: {type(error).__name__}: {reason}"
         self._torn = True
