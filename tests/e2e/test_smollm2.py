@@ -34,13 +34,16 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The model as a Hugging Face directory; TVR_SMOLLM2 may name one made before."""
+    """The model as a Hugging Face directory, its GGUF file beside it.
+
+    TVR_SMOLLM2 may name one made before.
+    """
     made = os.environ.get("TVR_SMOLLM2")
     if made:
         return Path(made)
     path = tmp_path_factory.mktemp("smollm2")
     done = subprocess.run(
-        [sys.executable, ROOT / "tools" / "fetch_smollm2.py", path],
+        [sys.executable, ROOT / "tools" / "fetch_smollm2.py", path, "--keep-gguf"],
         capture_output=True,
         text=True,
         timeout=600,
@@ -52,11 +55,22 @@ def model(tmp_path_factory):
     return path
 
 
-def test_the_capital_of_france_is_paris(model):
+@pytest.fixture(scope="module")
+def gguf_file(model):
+    """The model as the GGUF file that it is published in."""
+    found = list(model.glob("*.gguf"))
+    if not found:
+        pytest.skip(f"{model} was made without --keep-gguf")
+    return found[0]
+
+
+@pytest.mark.parametrize("form", ["model", "gguf_file"])
+def test_the_capital_of_france_is_paris(request, form):
+    path = request.getfixturevalue(form)
     done = subprocess.run(
         [
             *[sys.executable, "-c", "from tvr.cli import main; main()"],
-            *["run", "--chat", "What is the capital of France?", "--model", str(model)],
+            *["run", "--chat", "What is the capital of France?", "--model", str(path)],
         ],
         capture_output=True,
         text=True,
@@ -65,6 +79,18 @@ def test_the_capital_of_france_is_paris(model):
     )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
+
+
+def test_the_gguf_file_gives_the_tokens_of_the_directory(model, gguf_file):
+    messages = [{"role": "user", "content": "Name three colours. <|im_end|>"}]
+    tokens = []
+    for path in (model, gguf_file):
+        with LLM(path, dtype="float32", max_model_len=512) as llm:
+            prompts = [*PROMPTS[:4], llm.chat_prompt(messages)]
+            outputs = llm.generate(prompts, greedy(12))
+            tokens.append([o.prompt_token_ids for o in outputs] + tokens_of(outputs))
+            assert llm.tokenizer.eos_token_ids == {2}
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.slow
