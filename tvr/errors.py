@@ -18,6 +18,10 @@ class RequestError(TvrError, ValueError):
     """One request is not acceptable; the engine and its other requests are untouched."""
 
 
+class PolicyError(TvrError):
+    """A scheduling policy raised or gave a useless answer; no request is lost."""
+
+
 class CheckpointError(TvrError):
     """A model directory is incomplete, damaged or not supported."""
 

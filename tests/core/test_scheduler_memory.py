@@ -7,7 +7,8 @@ import random
 import pytest
 
 from support.fake_device import Loop
-from tvr.core import SequenceStatus
+from support.policies import Contrary, RandomPolicy
+from tvr.core import FirstComeFirstServed, SequenceStatus
 
 both_lags = pytest.mark.parametrize("lag", [0, 1])
 
@@ -227,12 +228,19 @@ def test_a_waiting_request_notices_that_its_prefix_has_been_cached_meanwhile():
 
 
 @pytest.mark.parametrize("chunk", [4, 64])
-def test_the_oldest_sequence_is_never_kept_waiting_for_a_block(chunk):
+@pytest.mark.parametrize("policy", [FirstComeFirstServed(), Contrary(), RandomPolicy(8)])
+def test_the_oldest_sequence_is_never_kept_waiting_for_a_block(policy, chunk):
     """Ahead by a step, every newer sequence is always in flight: one must be made to pause."""
     rng = random.Random(1)
     num_waits = 0
     for _ in range(40):
-        loop = Loop(num_blocks=12, max_num_batched_tokens=chunk, max_num_seqs=4, max_model_len=160)
+        loop = Loop(
+            num_blocks=12,
+            max_num_batched_tokens=chunk,
+            max_num_seqs=4,
+            max_model_len=160,
+            policy=policy,
+        )
         for index in range(12):
             prompt = [index] * rng.choice([1, 5, 60, 90])
             loop.add(str(index), prompt, max_tokens=rng.randrange(20, 70))

@@ -1,4 +1,7 @@
-"""Any interleaving of add, schedule, schedule ahead, update, failed step, abort and finish."""
+"""Any interleaving of add, schedule, schedule ahead, update, failed step, abort and finish.
+
+Under any policy, too, and under those that answer nonsense.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,24 @@ from hypothesis.stateful import (
 )
 
 from support.fake_device import VOCAB, Loop, alone
-from tvr.core import Sequence
-from tvr.errors import RequestError
+from support.policies import Contrary, RandomPolicy
+from tvr.core import (
+    FirstComeFirstServed,
+    PriorityFirst,
+    ScheduleOutput,
+    Sequence,
+    SequenceStatus,
+    ShortestPromptFirst,
+)
+from tvr.errors import PolicyError, RequestError
 
 # Three prompts that share prefixes of 0 to 4 blocks with each other.
 STEMS = ([1] * 17, [1] * 8 + [2] * 9, [3, 4] * 8)
+
+POLICIES = st.one_of(
+    st.sampled_from([FirstComeFirstServed(), ShortestPromptFirst(), PriorityFirst(), Contrary()]),
+    st.builds(RandomPolicy, st.integers(0, 1000), st.sampled_from([0.0, 0.0, 0.02, 0.2])),
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -34,9 +50,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         lag=st.sampled_from([0, 1, 1]),
         max_bypass=st.integers(0, 3),
+        policy=POLICIES,
     )
     def start(
-        self, block_size, num_blocks, max_num_seqs, extra_budget, caching, lag, max_bypass
+        self, block_size, num_blocks, max_num_seqs, extra_budget, caching, lag, max_bypass, policy
     ) -> None:
         self.loop = Loop(
             num_blocks=num_blocks,
@@ -47,11 +64,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             lag=lag,
             max_bypass=max_bypass,
+            policy=policy,
         )
+        self.max_bypass = max_bypass
         self.scheduler = self.loop.scheduler
         self.started: list[Sequence] = []
         self.ended: list[Sequence] = []
         self.num_told: Counter[int] = Counter()
+        self.num_passed: Counter[str] = Counter()
 
     @rule(
         stem=st.sampled_from(STEMS),
@@ -62,8 +82,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.frozensets(st.integers(0, VOCAB - 1), max_size=2),
         seq_lag=st.sampled_from([0, 1, 1]),
         salt=st.sampled_from([None, None, None, "salt"]),
+        priority=st.integers(-1, 1),
     )
-    def add(self, stem, cut, tail, max_tokens, min_tokens, stops, seq_lag, salt) -> None:
+    def add(self, stem, cut, tail, max_tokens, min_tokens, stops, seq_lag, salt, priority) -> None:
         self._add(
             stem[:cut] + tail,
             max_tokens=max_tokens,
@@ -71,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=stops,
             max_lag=seq_lag,
             cache_salt=salt,
+            priority=priority,
         )
 
     @rule(pick=st.integers(0, 100), num=st.integers(1, 3), max_tokens=st.integers(1, 9))
@@ -90,9 +112,46 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.started.append(seq)
 
+    @rule(policy=POLICIES, wait=st.integers(0, 4))
+    def change_policy(self, policy, wait) -> None:
+        if not wait:
+            self.scheduler.policy = policy
+
+    def _plan(self) -> ScheduleOutput | None:
+        """Schedule; a policy that fails has no say from then on, and nothing else has changed."""
+        policy, before = self.scheduler.policy, self._books()
+        troubles = getattr(policy, "num_troubles", 0)
+        try:
+            output = self.loop.schedule()
+        except PolicyError:
+            assert policy.num_troubles == troubles + 1
+            assert self._books() == before
+            assert type(self.scheduler.policy) is FirstComeFirstServed
+            return self.loop.schedule()
+        assert getattr(policy, "num_troubles", 0) == troubles
+        return output
+
+    def _books(self) -> object:
+        places = [
+            (s.row, s.epoch, s.status, s.num_scheduled, tuple(s.block_ids)) for s in self.started
+        ]
+        scheduler = self.scheduler
+        counts = scheduler.block_manager.counts()
+        return places, counts, scheduler.num_waiting, scheduler.num_running, scheduler.num_in_flight
+
     @rule()
     def schedule(self) -> None:
-        output = self.loop.schedule()
+        oldest = next((seq for seq in self.started if seq.finish_reason is None), None)
+        was_running = oldest is not None and oldest.row >= 0
+        output = self._plan()
+        if was_running:
+            assert oldest.status is SequenceStatus.RUNNING, "the oldest was preempted"
+        elif output is not None:
+            names = [reset.request_id for reset in output.row_resets]
+            if oldest.request_id in names:
+                names = names[: names.index(oldest.request_id)]
+            self.num_passed[oldest.request_id] += len(names)
+            assert self.num_passed[oldest.request_id] <= self.max_bypass
         if output is None:
             busy = self.scheduler.num_in_flight or not self.scheduler.has_unfinished
             assert busy, "unfinished, nothing in flight, no work"
@@ -188,7 +247,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "loop"):
             return
-        self.loop.drain(max_steps=60 * (len(self.started) + 1))
+        try:
+            self.loop.drain(max_steps=80 * (len(self.started) + 1))
+        except PolicyError:
+            self.loop.drain(max_steps=80 * (len(self.started) + 1))
         self.loop.assert_empty()
         for seq in self.started:
             tokens, reason = alone(

@@ -34,6 +34,12 @@ a decode's input token is then still on the device, which is why it is kept by r
 from __future__ import annotations
 
 from tvr.core.block_manager import BlockCounts, BlockManager, PrefixHit
+from tvr.core.policy import (
+    FirstComeFirstServed,
+    PriorityFirst,
+    SchedulingPolicy,
+    ShortestPromptFirst,
+)
 from tvr.core.prefix_cache import BlockKey
 from tvr.core.schedule_output import Entry, Result, RowReset, ScheduleOutput, SequenceUpdate
 from tvr.core.scheduler import Scheduler
@@ -44,12 +50,16 @@ __all__ = [
     "BlockKey",
     "BlockManager",
     "Entry",
+    "FirstComeFirstServed",
     "PrefixHit",
+    "PriorityFirst",
     "Result",
     "RowReset",
     "ScheduleOutput",
     "Scheduler",
+    "SchedulingPolicy",
     "Sequence",
     "SequenceStatus",
     "SequenceUpdate",
+    "ShortestPromptFirst",
 ]

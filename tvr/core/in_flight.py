@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from tvr.core.schedule_output import Entry, RowReset
 from tvr.core.sequence import Sequence
 from tvr.errors import ConfigError
 
@@ -16,14 +17,28 @@ class StepRecord:
         sampling: the sequences it samples for, in the order of the entries.
         writes: (sequence, epoch, end) of each prefill chunk and of each decode that fills a
             block: positions below `end` are in the cache once the step is done.
+        order: the sequences running when it was planned; each may take blocks from those behind.
+        entries, row_resets: see `ScheduleOutput`.
         held: row and blocks of each sequence that ended while this step named it.
         paused: a sequence kept out of this step to become a preemption victim.
     """
 
-    __slots__ = ("held", "paused", "sampling", "step_id", "writes")
+    __slots__ = (
+        "entries",
+        "held",
+        "order",
+        "paused",
+        "row_resets",
+        "sampling",
+        "step_id",
+        "writes",
+    )
 
-    def __init__(self, step_id: int) -> None:
+    def __init__(self, step_id: int, order: list[Sequence]) -> None:
         self.step_id = step_id
+        self.order = order
+        self.entries: list[Entry] = []
+        self.row_resets: list[RowReset] = []
         self.sampling: list[Sequence] = []
         self.writes: list[tuple[Sequence, int, int]] = []
         self.held: list[tuple[int, list[int]]] = []
@@ -49,9 +64,9 @@ class StepsInFlight:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def new(self) -> StepRecord:
+    def new(self, order: list[Sequence]) -> StepRecord:
         """Return a record for the next step; it counts only once it is `push`ed."""
-        return StepRecord(self._next_id)
+        return StepRecord(self._next_id, order)
 
     def push(self, step: StepRecord) -> None:
         """Put the next step in flight."""

@@ -15,7 +15,7 @@ class Placement:
         num_rows: rows of the device tables.
 
     Attributes:
-        running: by request id, in order of admission.
+        running: by request id, in order of arrival.
         free_rows: rows that nobody owns and no step in flight names.
     """
 
@@ -59,7 +59,10 @@ class Placement:
         if seq.status is SequenceStatus.WAITING:
             seq.num_cached_tokens = seq.num_scheduled
         seq.status = SequenceStatus.RUNNING
+        newest = next(reversed(self.running.values()), seq)
         self.running[seq.request_id] = seq
+        if seq.arrival < newest.arrival:
+            self.running = dict(sorted(self.running.items(), key=lambda item: item[1].arrival))
         self._num_growable += num_blocks < seq.max_blocks
         return True
 

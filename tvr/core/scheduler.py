@@ -6,12 +6,16 @@ results: `schedule` for step n + 1 while step n is on the device.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
 from operator import attrgetter
 
 from tvr.core.block_manager import BlockManager
 from tvr.core.in_flight import StepRecord, StepsInFlight
 from tvr.core.placement import Placement
+from tvr.core.policy import FirstComeFirstServed, SchedulingPolicy
+from tvr.core.policy_guard import PolicyGuard
+from tvr.core.preemption import Preemption
 from tvr.core.schedule_output import Entry, Result, RowReset, ScheduleOutput, SequenceUpdate
 from tvr.core.sequence import Sequence, SequenceStatus
 from tvr.core.waiting_queue import WaitingQueue
@@ -25,8 +29,12 @@ class Scheduler:
     """Plans steps under a token budget: running decodes, running prefills, then new sequences.
 
     A new sequence takes the blocks of its whole prefill at once, and starts only when they and
-    some room to grow are free. Should the blocks run out all the same, the newest running
-    sequence with no step in flight is preempted: it loses its blocks and is recomputed later.
+    some room to grow are free. Should the blocks run out all the same, a running sequence with no
+    step in flight is preempted: it loses its blocks and is recomputed later.
+
+    Who goes first, who is preempted and how a step is shared is the policy's to say. Whatever it
+    says, everybody's turn comes: the oldest live sequence is never preempted, is served before
+    all others while it runs, and is passed over at most `max_bypass` times while it waits.
 
     Whenever something is unfinished and nothing in flight, `schedule` returns work.
 
@@ -37,7 +45,8 @@ class Scheduler:
         max_model_len: most tokens of a sequence, prompt included.
         enable_prefix_caching: reuse the blocks of equal prefixes.
         max_lag: steps that may be scheduled ahead of `update`: 0 or 1.
-        max_bypass: how often a waiting sequence may be passed over by smaller ones.
+        max_bypass: how often a waiting sequence may be passed over while it is first in line.
+        policy: None: first come, first served.
 
     Raises:
         ConfigError: an argument out of its range.
@@ -54,6 +63,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         max_lag: int = 1,
         max_bypass: int = 16,
+        policy: SchedulingPolicy | None = None,
     ) -> None:
         for name, value, least in (
             ("max_num_seqs", max_num_seqs, 1),
@@ -79,8 +89,24 @@ class Scheduler:
         self._live: dict[str, Sequence] = {}
         self._waiting = WaitingQueue(max_bypass)
         self._placement = Placement(self.block_manager, max_num_seqs)
+        self._guard = PolicyGuard(
+            FirstComeFirstServed() if policy is None else policy,
+            self._waiting,
+            self._placement,
+            max_num_batched_tokens,
+        )
         self._in_flight = StepsInFlight()
-        self._preempted: list[str] = []  # not yet told
+        self._preemption = Preemption(self._placement, self._waiting, self._in_flight)
+        self._num_added = 0
+
+    @property
+    def policy(self) -> SchedulingPolicy:
+        """The policy in force; another one may be set at any time between two calls."""
+        return self._guard.policy
+
+    @policy.setter
+    def policy(self, policy: SchedulingPolicy) -> None:
+        self._guard.policy = policy
 
     @property
     def num_waiting(self) -> int:
@@ -118,6 +144,8 @@ class Scheduler:
             num_blocks=self.block_manager.num_blocks,
             block_size=self.block_manager.block_size,
         )
+        seq.arrival = self._num_added
+        self._num_added += 1
         parent = self._live_parent(seq)
         self._live[seq.request_id] = seq
         if parent is None or parent.is_prefilled or parent.status is SequenceStatus.PREEMPTED:
@@ -142,16 +170,22 @@ class Scheduler:
         return True
 
     def schedule(self) -> ScheduleOutput | None:
-        """Plan the next step; None if nothing can run before the next `update`, or at all."""
+        """Plan the next step; None if nothing can run before the next `update`, or at all.
+
+        Raises:
+            PolicyError: the policy failed. Nothing has changed, but that from the next call on
+                all go first come, first served.
+        """
         if len(self._in_flight) > self.max_lag:
             return None
-        step = self._in_flight.new()
+        order, max_prefill = self._guard.plan()
+        step = self._in_flight.new(order)
         step_id = step.step_id
-        entries: list[Entry] = []
+        entries = step.entries
         prefilling: list[Sequence] = []
         sampling = step.sampling
         new_tuple = tuple.__new__  # half the time of Entry(...), and this loop is the host's cost
-        for seq in list(self._placement.running.values()):
+        for seq in order:
             start = seq.num_scheduled
             new_block_ids = _NO_BLOCKS
             if start >= seq.fast_until:
@@ -170,22 +204,15 @@ class Scheduler:
                 )
             )
             sampling.append(seq)
-        num_decodes = len(entries)
-        budget = self.max_num_batched_tokens - num_decodes
-        for seq in prefilling:
-            if not budget:
-                break
-            if seq is not step.paused:
-                budget -= self._prefill(seq, step, entries, budget, _NO_BLOCKS)
-        row_resets: list[RowReset] = []
-        if budget and self._waiting:
-            budget = self._admit(step, entries, row_resets, budget)
+        num_decodes = num_tokens = len(entries)
+        if prefilling or self._waiting:
+            budget = min(self.max_num_batched_tokens - num_decodes, max_prefill)
+            num_tokens += self._prefill_all(step, prefilling, budget)
         if not entries:
             return None
         self._in_flight.push(step)
-        preempted, self._preempted = self._preempted, []
-        num_tokens = self.max_num_batched_tokens - budget
-        return ScheduleOutput(step_id, entries, num_decodes, num_tokens, preempted, row_resets)
+        preempted, self._preemption.preempted = self._preemption.preempted, []
+        return ScheduleOutput(step_id, entries, num_decodes, num_tokens, preempted, step.row_resets)
 
     def update(self, step_id: int, results: Seq[Result]) -> list[SequenceUpdate]:
         """Take in the results of the oldest step in flight.
@@ -262,7 +289,7 @@ class Scheduler:
         new_block_ids = _NO_BLOCKS
         size = self.block_manager.block_size
         if start == len(seq.block_ids) * size:
-            if not self._make_room(seq, step):
+            if not self._preemption.make_room(seq, step):
                 return None
             new_block_ids = self._placement.grow(seq)
         if (start + 1) % size == 0:
@@ -276,49 +303,8 @@ class Scheduler:
             room = len(seq.block_ids) * self.block_manager.block_size
             seq.fast_until = min(room, seq.max_length) - 1
 
-    def _make_room(self, seq: Sequence, step: StepRecord) -> bool:
-        """Get a block free for `seq` by preempting newer sequences; False: not in this step."""
-        while not self.block_manager.num_free:
-            victim = self._victim(seq, step)
-            if victim is None:
-                return False
-            self._preempt(victim)
-        return True
-
-    def _victim(self, seq: Sequence, step: StepRecord) -> Sequence | None:
-        """Return the newest sequence after `seq` with no step in flight.
-
-        If there is none, keep the newest out of this step, so that it is one for the next.
-        """
-        if step.paused is not None:
-            return None  # searched in vain already, and no sequence comes to rest within a step
-        newest = None
-        for other in reversed(self._placement.running.values()):
-            if other is seq:
-                break
-            if self._in_flight.last_naming(other) is None:
-                return other
-            newest = newest or other
-        if newest is not None:
-            newest.fast_until = 0
-            step.paused = newest
-        return None
-
-    def _preempt(self, seq: Sequence) -> None:
-        self._placement.remove(seq, in_flight=None)
-        seq.epoch += 1
-        seq.status = SequenceStatus.PREEMPTED
-        self._waiting.push_front(seq)
-        self._waiting.release_children(seq.request_id)
-        self._preempted.append(seq.request_id)
-
     def _prefill(
-        self,
-        seq: Sequence,
-        step: StepRecord,
-        entries: list[Entry],
-        budget: int,
-        new_block_ids: tuple[int, ...],
+        self, seq: Sequence, step: StepRecord, budget: int, new_block_ids: tuple[int, ...]
     ) -> int:
         """Add the next chunk of a prefill; return its length."""
         start = seq.num_scheduled
@@ -332,28 +318,32 @@ class Scheduler:
             step.sampling.append(seq)
             self._set_fast_until(seq)
         row, rows = seq.row, int(samples)
-        entries.append(
+        step.entries.append(
             Entry(seq.request_id, seq.epoch, row, start, num_tokens, samples, rows, new_block_ids)
         )
         return num_tokens
 
-    def _admit(
-        self, step: StepRecord, entries: list[Entry], row_resets: list[RowReset], budget: int
-    ) -> int:
-        """Start waiting sequences, first come first served; return the budget left."""
-        free_rows = self._placement.free_rows
-        overtaken: Sequence | None = None
+    def _prefill_all(self, step: StepRecord, prefilling: list[Sequence], budget: int) -> int:
+        """Go on with prefills and start waiting sequences, by rank; return the tokens spent."""
+        left = budget
+        oldest = step.order[0] if step.order else None
+        prefilling.sort(key=lambda seq: (seq is not oldest, seq.rank))
+        running = deque(seq for seq in prefilling if seq is not step.paused)
         candidates = self._waiting.candidates()
-        while budget and free_rows and (seq := next(candidates, None)) is not None:
-            if not self._placement.place(seq, self._live_parent(seq)):
-                overtaken = overtaken or seq
-                continue
-            self._waiting.remove(seq)
-            if overtaken is not None:
-                overtaken.num_bypassed += 1
-            row_resets.append(RowReset(seq.row, seq.request_id))
-            budget -= self._prefill(seq, step, entries, budget, tuple(seq.block_ids))
-        return budget
+        while left:
+            new = next(candidates, None) if self._placement.free_rows else None
+            while left and running:
+                seq = running[0]
+                if new is not None and seq is not oldest and new.rank < seq.rank:
+                    break
+                left -= self._prefill(running.popleft(), step, left, _NO_BLOCKS)
+            if new is None or not left:
+                break
+            if self._placement.place(new, self._live_parent(new)):
+                self._waiting.take(new)
+                step.row_resets.append(RowReset(new.row, new.request_id))
+                left -= self._prefill(new, step, left, tuple(new.block_ids))
+        return budget - left
 
     def _live_parent(self, seq: Sequence) -> Sequence | None:
         return None if seq.parent_id is None else self._live.get(seq.parent_id)

@@ -34,8 +34,11 @@ class Sequence:
         parent_id: the first sequence of the same request (n > 1), whose full prompt blocks this
             one shares.
         cache_salt: sequences share cached prefixes only with sequences of the same salt.
+        priority: smaller is more urgent; for policies that look at it.
 
     Attributes:
+        arrival: counts up over the sequences that a scheduler took in.
+        rank: its place among those that wait or prefill; () before the policy was asked.
         token_ids: prompt and generated tokens known to the host.
         num_prompt_tokens: length of the prompt.
         num_cached_tokens: prompt tokens found in the cache when it was first admitted.
@@ -52,7 +55,7 @@ class Sequence:
         max_blocks: most blocks it can come to need.
         need_blocks: free blocks that its last attempt at admission asked for.
         missing_key: the cache key whose absence ended its prefix hit at that attempt.
-        num_bypassed: sequences admitted past it while it was first in line.
+        num_bypassed: sequences admitted past it, ever, while it was first in line.
         last_step: the newest step that names it.
         fast_until: a decode below this position needs no decision of the scheduler.
         num_published: leading blocks known to the prefix cache.
@@ -60,6 +63,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "arrival",
         "block_ids",
         "cache_salt",
         "epoch",
@@ -82,6 +86,8 @@ class Sequence:
         "num_published",
         "num_scheduled",
         "parent_id",
+        "priority",
+        "rank",
         "request_id",
         "row",
         "status",
@@ -100,6 +106,7 @@ class Sequence:
         max_lag: int = 1,
         parent_id: str | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -110,9 +117,12 @@ class Sequence:
         self.max_lag = max_lag
         self.parent_id = parent_id
         self.cache_salt = cache_salt
+        self.priority = priority
 
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
+        self.arrival = -1
+        self.rank: tuple[float, ...] = ()
         self.epoch = 0
         self.num_cached_tokens = 0
         self.max_length = 0
