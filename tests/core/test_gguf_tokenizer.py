@@ -145,6 +145,11 @@ def test_kinds_cut_words_differently():
     assert len(set(cuts.values())) == len(PUBLISHED)
 
 
+def test_the_documentation_names_every_kind():
+    text = (Path(__file__).parents[2] / "docs" / "gguf.md").read_text(encoding="utf-8")
+    assert [pre for pre in KINDS if f"`{pre}`" not in text] == []
+
+
 def test_names_of_one_kind_are_one_kind():
     assert KINDS["llama3"] == KINDS["llama-v3"] == KINDS["llama-bpe"]
     assert KINDS["starcoder"] == KINDS["refact"] == KINDS["smollm"]
