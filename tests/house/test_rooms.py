@@ -52,7 +52,7 @@ def allowed(importer: str, name: str) -> bool:
         return name == "tvr.cli.main"
     if under(name, "tvr.cli"):
         return False
-    if under(importer, "tvr.errors"):
+    if under(importer, "tvr.errors", "tvr.demo"):
         return False
     if under(importer, "tvr.contract"):
         return under(name, "tvr.errors", "tvr.contract")

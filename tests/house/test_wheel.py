@@ -20,6 +20,9 @@ def test_the_wheel_ships_package_data_and_nothing_else(tmp_path):
     (wheel,) = tmp_path.glob("tvr-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {"tvr/py.typed", "tvr/plugins.toml", "tvr/__init__.py"} <= set(names)
+    demo = {f"tvr/demo/{file.name}" for file in (ROOT / "tvr" / "demo").glob("*.*")}
+    assert "tvr/demo/model.safetensors" in demo
+    assert demo <= set(names)
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"tvr"}
     entry_points = next(n for n in names if n.endswith("entry_points.txt"))
