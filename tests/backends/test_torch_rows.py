@@ -104,12 +104,23 @@ def test_a_linear_binds_the_loaded_weight_itself():
     assert packed[0].data_ptr() == weight.data_ptr()
 
 
-@pytest.mark.parametrize("width", [5, 100, 1537])
-def test_batch_invariant_activation_gives_a_row_the_same_bits_in_every_batch(width):
+@pytest.fixture
+def three_threads():
+    """Torch cuts a large batch at the threads' borders, within rows if need be."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(43, 5), (43, 100), (64, 1100), (97, 1537)])
+def test_batch_invariant_activation_gives_a_row_the_same_bits_in_every_batch(
+    three_threads, rows, width
+):
     run = bind(SiluMulSpec(dtype="float32", intermediate_size=width, batch_invariant=True))
-    x = _random(43, 2 * width)
-    whole = run(x, out=torch.empty(43, width))
-    for i in range(43):
+    x = 3 * _random(rows, 2 * width, seed=rows)
+    whole = run(x, out=torch.empty(rows, width))
+    for i in range(rows):
         assert torch.equal(run(x[i : i + 1], out=torch.empty(1, width))[0], whole[i])
 
 

@@ -246,23 +246,47 @@ def test_explain_tells_of_every_backend_what_it_is_and_why_it_is_not_used(tmp_pa
     assert "No module named 'not_there_mod'" in rows["bad"]["reasons"][0]
 
 
-def test_a_backend_that_is_named_is_explained_as_listed_first(tmp_path, monkeypatch):
+ASIDE = """
+from tvr.contract import BackendInfo, BoundOp, Box
+from tvr.hookspecs import hookimpl
+box = Box(dtypes=["float32"], devices=["cpu"])
+
+@hookimpl
+def tvr_backend_info():
+    return BackendInfo(name="aside", abi=(1, 0), ops={"rope": [box], "argmax": [box]})
+
+@hookimpl
+def tvr_bind_rope(spec, device):
+    return BoundOp(run=lambda q, k, positions, cos_sin_cache, *, q_out, k_out: (q_out, k_out))
+
+@hookimpl
+def tvr_bind_argmax(spec, device):
+    return BoundOp(run=lambda logits, *, out: out)
+"""
+
+
+@pytest.fixture
+def aside(tmp_path, monkeypatch):
+    """A folder with an installed backend "aside" that no order lists."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    source = (
-        "from tvr.contract import BackendInfo\n"
-        "from tvr.hookspecs import hookimpl\n"
-        "@hookimpl\n"
-        "def tvr_backend_info(): return BackendInfo(name='aside', abi=(1, 0))\n"
+    return install(
+        tmp_path, "x", entry_points={"aside": "aside_mod"}, sources={"aside_mod.py": ASIDE}
     )
-    install(tmp_path, "x", entry_points={"aside": "aside_mod"}, sources={"aside_mod.py": source})
-    manager = manager_of(fake("a"), site=tmp_path)
+
+
+def test_a_backend_that_is_named_is_explained_as_listed_first(aside):
+    manager = manager_of(fake("a"), site=aside)
     assert manager.explain()["backends"][1]["status"] == "not listed"
     told = manager.explain(first="aside")
     assert told["order"] == ["aside", "a"]
     assert (told["backends"][0]["name"], told["backends"][0]["status"]) == ("aside", "ok")
 
 
-def test_a_pinned_backend_need_not_be_listed(tmp_path):
-    a, b = fake("a"), fake("b")
-    manager = manager_of(a, b, config=PluginConfig(pins={"rope": "b"}))
-    assert manager.explain()["backends"][1]["status"] == "ok"
+def test_a_pinned_backend_need_not_be_listed(aside):
+    manager = manager_of(fake("a"), config=PluginConfig(pins={"rope": "aside"}), site=aside)
+    (told,) = (b for b in manager.explain()["backends"] if b["name"] == "aside")
+    assert told["status"] == "ok"
+    table = OpTable(manager, CPU)
+    table.bind(spec_of("rope"))
+    table.bind(spec_of("argmax"))
+    assert table.served() == {"rope": ["aside"], "argmax": ["a"]}

@@ -201,7 +201,7 @@ def _attention_cases() -> Iterator[Case]:
             fields["float16-cache"] = {"kv_dtype": "float16"}
         for detail, values in fields.items():
             shape = _shape(dtype, 6, 2, 64, 16) | values
-            q_lens, kv_lens = (1, 1, 1), (33, 0, 16)
+            q_lens, kv_lens = (1, 1, 1, 1, 1), (33, 0, 16, 5, 6)  # 5: exactly the window
             yield _case(AttentionDecodeSpec(**shape), detail, q_lens=q_lens, kv_lens=kv_lens)
             q_lens, kv_lens = (3, 5, 2, 9), (33, 2, 0, 9)
             yield _case(AttentionPrefillSpec(**shape), detail, q_lens=q_lens, kv_lens=kv_lens)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from tvr.conformance import oracle, tolerance
 from tvr.conformance.inputs import make_call
 from tvr.conformance.judge import between, same_bits, within_ulps
-from tvr.conformance.ledger import Check, CheckFailed
+from tvr.conformance.ledger import Check
 from tvr.conformance.subject import Call
-from tvr.conformance.tensors import dtype_name
 from tvr.contract import AddRmsNormSpec, matching_box
 
 if TYPE_CHECKING:
@@ -85,13 +84,7 @@ def _judge(backend: Subject, call: Call) -> None:
         within_ulps("out", found, wanted.double(), tolerance.NORM_FP32_ULPS)
         return
     ends = exact(-tolerance.NORM_ARITHMETIC), exact(tolerance.NORM_ARITHMETIC)
-    between("out", found, ends, wanted)
-    off = int((found != wanted).sum())
-    if off > tolerance.norm_may_differ(found.numel()):
-        raise CheckFailed(
-            f"out: {off} of {found.numel()} elements are not those of an RMSNorm that rounds "
-            f"{box.norm_rounding} to {dtype_name(found)}: the casts may be in another order"
-        )
+    between(f"out of a norm that rounds {box.norm_rounding}", found, ends, wanted)
 
 
 _NORMS = ("rms_norm", "add_rms_norm")

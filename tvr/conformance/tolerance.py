@@ -47,14 +47,10 @@ NORM_FP32_ULPS = 8.0
 
 #: The same as a relative error of the normalised row. Half-precision norms are held against an
 #: oracle that rounds where the contract rounds, at both ends of this error: since rounding and the
-#: product with the weight keep order, a right result lies between the two. They are equal but for
-#: the rare element within that error of a rounding boundary, where one ulp before the product with
-#: the weight can be two behind it.
+#: product with the weight keep order, a right result lies between the two. They differ only within
+#: that error of a rounding boundary, for fewer than one element in 200, where one ulp before the
+#: product with the weight can be two behind it. Another order of the casts moves tens of percent.
 NORM_ARITHMETIC = NORM_FP32_ULPS * EPS["float32"]
-
-#: Such elements are fewer than one in 200. Another order of the casts moves tens of percent.
-NORM_EQUAL_SHARE = 0.995
-NORM_EQUAL_FLOOR = 4  # in a small tensor two such elements are chance
 
 #: RoPE: rounding once. The slack is fp32's error in the two products, which shows if they cancel.
 ROPE_ULPS = 1.0
@@ -88,11 +84,6 @@ def max_error_limit(
     """Return the largest error of one element."""
     relative = max(EPS[dtype], SCORE_IN_EXP * largest_score)
     return MAX_ERROR_FACTOR * (low_precision_error + relative * largest)
-
-
-def norm_may_differ(num_elements: int) -> float:
-    """Return how many elements of a half-precision norm may differ from the rounding oracle."""
-    return max(NORM_EQUAL_FLOOR, (1 - NORM_EQUAL_SHARE) * num_elements)
 
 
 def lse_limit(largest_score: float) -> float:

@@ -1,0 +1,107 @@
+"""The limits are between what rounding does and what the faults they are for do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tvr.conformance import oracle, tolerance
+from tvr.conformance.cases import Case
+from tvr.conformance.judge import between, small_frobenius, within
+from tvr.conformance.ledger import CheckFailed
+from tvr.conformance.sequences import random_sequences
+from tvr.contract import DTYPES, AttentionDecodeSpec
+
+HALF = ["float16", "bfloat16"]
+KV_LEN = 8192
+
+
+def long_decode(dtype, seed):
+    """The inputs of a decode of one sequence: spec, scale, q, k, v."""
+    spec = AttentionDecodeSpec(dtype=dtype, num_heads=2, num_kv_heads=1, head_dim=64, block_size=16)
+    drawn = random_sequences(
+        Case(name=f"{dtype}-{seed}", spec=spec, q_lens=(1,), kv_lens=(KV_LEN,))
+    )
+    return spec, drawn.scale, drawn.q[0], drawn.k[0], drawn.v[0]
+
+
+def passes(judge, *arguments) -> bool:
+    try:
+        judge("out", *arguments)
+    except CheckFailed:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_dropped_token_of_8192_shows_in_the_frobenius_error(dtype, seed):
+    spec, scale, q, k, v = long_decode(dtype, seed)
+    wanted = oracle.attention(spec, scale, q, k, v)
+    limit = tolerance.attention_limit(dtype, KV_LEN, wanted.largest_score)
+    plain = oracle.low_precision_attention(spec, scale, q, k, v)
+    assert passes(small_frobenius, plain, wanted.out, limit)
+    dropped = oracle.attention(spec, scale, q, k[:-1], v[:-1]).out.to(q.dtype)
+    assert not passes(small_frobenius, dropped, wanted.out, limit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_wrong_element_of_many_shows_in_the_largest_error_only(dtype):
+    generator = torch.Generator().manual_seed(5)
+    wanted = torch.randn(64, 4096, generator=generator, dtype=torch.float64)
+    found, largest, eps = wanted.clone(), wanted.abs().max().item(), tolerance.EPS[dtype]
+    found[7, 7] += 4 * eps * largest
+    low_precision_error = 0.5 * eps * largest
+    assert passes(small_frobenius, found, wanted, tolerance.frobenius_limit(dtype, 64))
+    limit = tolerance.max_error_limit(dtype, low_precision_error, largest)
+    assert not passes(within, found, wanted, limit, "")
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_large_scores_excuse_nothing_in_half_precision(dtype):
+    for score in (1.0, 500.0):
+        usual = tolerance.frobenius_limit(dtype, 100)
+        assert tolerance.attention_limit(dtype, 100, score) == usual
+        assert tolerance.max_error_limit(dtype, 0.0, 1.0, score) == tolerance.max_error_limit(
+            dtype, 0.0, 1.0
+        )
+
+
+def test_large_scores_excuse_in_fp32_what_fp32_scores_cost_and_not_much_more():
+    """A score of 300 is stored to 2^-16 of 1, and exp hands that on as a relative error."""
+    stored = 300.0 * 2.0**-24
+    assert stored < tolerance.attention_limit("float32", 100, 300.0) < 16 * stored
+
+
+@pytest.mark.parametrize("rounding", ["twice", "once"])
+@pytest.mark.parametrize("dtype", HALF)
+def test_rounding_leaves_room_in_fewer_than_one_element_of_200_of_a_norm(dtype, rounding):
+    ends, wanted = norm_case(dtype, rounding)
+    assert (ends[0] != ends[1]).double().mean() < 1 / 200
+    assert passes(between, wanted, ends, wanted)
+    fixed = ends[0] == ends[1]
+    up = torch.nextafter(wanted, torch.full_like(wanted, torch.inf))
+    for place in fixed.nonzero()[::9973].tolist():
+        nudged = wanted.clone()
+        nudged[tuple(place)] = up[tuple(place)]
+        assert not passes(between, nudged, ends, wanted)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_two_ulps_behind_the_weight_can_be_one_before_it(dtype):
+    """Why no limit in ulps is both right and sharp."""
+    ends, wanted = norm_case(dtype, "twice")
+    apart = (ends[0].double() - ends[1].double()).abs() / tolerance.ulp(wanted.double(), dtype)
+    assert apart.max() == 2
+
+
+def norm_case(dtype, rounding):
+    """Both ends of what a norm of random rows may be, and what it is."""
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randn(200, 2048, generator=generator).to(getattr(torch, dtype))
+    weight = (1 + torch.randn(2048, generator=generator) / 4).to(x.dtype)
+    error = tolerance.NORM_ARITHMETIC
+    low, wanted, high = (
+        oracle.rms_norm(x, weight, 1e-5, rounding, relative_error=e) for e in (-error, 0.0, error)
+    )
+    return (low, high), wanted
