@@ -272,7 +272,7 @@ def test_the_block_size_does_not_show(checkpoint, block_size):
         ({"plugins": 5}, ConfigError, "plugins is 5"),
         ({"num_blocks": None, "memory_fraction": 1e-9}, CapacityError, "256 tokens needs 16"),
         ({"num_blocks": 2}, CapacityError, "16 KV blocks"),
-        ({"load_format": "gguf"}, ConfigError, "gguf"),
+        ({"load_format": "ggml"}, ConfigError, "ggml"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, ConfigError, "max_num_seqs"),
         ({"seed": 2**70}, ConfigError, "seed"),
     ],

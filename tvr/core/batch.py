@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress, count, repeat
+from operator import add
 
 import numpy as np
 import torch
@@ -77,38 +78,33 @@ def pack_step(
 
     Mutates: `next_index`.
     """
-    entries = output.entries
-    num_decodes = output.num_decodes
-    rows = [e.row for e in entries]
-    starts = [e.start for e in entries]
-    q_lens = [e.num_tokens for e in entries]
-    sampling = [i for i, e in enumerate(entries) if e.samples]
+    # By column: a fraction of the time of reading one entry's fields after the other.
+    _, _, rows, starts, q_lens, samples, _, new_block_ids = zip(*output.entries, strict=True)
+    sampling = list(compress(count(), samples))
 
     for reset in output.row_resets:
         next_index[reset.row] = 0
     table_rows: list[int] = []
     table_indices: list[int] = []
     table_blocks: list[int] = []
-    for e in entries:
-        if e.new_block_ids:
-            row, count, index = e.row, len(e.new_block_ids), next_index[e.row]
-            table_rows += [row] * count
-            table_indices += range(index, index + count)
-            table_blocks += e.new_block_ids
-            next_index[row] = index + count
+    for row, block_ids in compress(zip(rows, new_block_ids, strict=True), new_block_ids):
+        first = next_index[row]
+        next_index[row] = last = first + len(block_ids)
+        table_rows += repeat(row, last - first)
+        table_indices += range(first, last)
+        table_blocks += block_ids
 
     prefill_ids = list(chain.from_iterable(prefill_token_ids))
-    packed = rows + starts + q_lens + sampling + prefill_ids
-    packed += table_rows + table_indices + table_blocks
+    parts = (rows, starts, q_lens, sampling, prefill_ids, table_rows, table_indices, table_blocks)
     return PackedStep(
-        data=np.array(packed, dtype=np.int32),
-        num_seqs=len(entries),
-        num_decodes=num_decodes,
+        data=np.fromiter(chain.from_iterable(parts), dtype=np.int32),
+        num_seqs=len(rows),
+        num_decodes=output.num_decodes,
         num_samples=len(sampling),
         num_prefill_tokens=len(prefill_ids),
-        seq_lens=[s + n for s, n in zip(starts, q_lens, strict=True)],
-        q_lens=q_lens,
-        sample_rows=[rows[i] for i in sampling],
+        seq_lens=list(map(add, starts, q_lens)),
+        q_lens=list(q_lens),
+        sample_rows=list(compress(rows, samples)),
     )
 
 

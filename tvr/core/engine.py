@@ -259,14 +259,7 @@ class Engine:
         if failure is not None:
             updates = self._scheduler.fail_step(output.step_id, failure)
         else:
-            sampling = (e for e in output.entries if e.samples)
-            results = [
-                Result(e.request_id, e.epoch, token)
-                if token >= 0
-                else Result(e.request_id, e.epoch, None, "the logits hold NaN or allow no token")
-                for e, token in zip(sampling, tokens, strict=True)
-            ]
-            updates = self._scheduler.update(output.step_id, results)
+            updates = self._scheduler.update(output.step_id, results_of(output, tokens))
         self._apply(updates)
         self._torn = False
 
@@ -335,3 +328,15 @@ class Engine:
                 self._closed = True
             self._end_all("abort")
             self._runner.close()
+
+
+def results_of(output: ScheduleOutput, tokens: list[int]) -> list[Result]:
+    """Return a step's results for `update`; a token of -1 is none, and ends its sequence."""
+    sampling = [e for e in output.entries if e.samples]
+    new_tuple = tuple.__new__  # half the time of Result(...), once for every token there is
+    return [
+        new_tuple(Result, (e.request_id, e.epoch, token, None, None))
+        if token >= 0
+        else Result(e.request_id, e.epoch, None, "the logits hold NaN or allow no token")
+        for e, token in zip(sampling, tokens, strict=True)
+    ]
