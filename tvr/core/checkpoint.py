@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tvr.core.text_files import LFS_MAGIC, dangling, is_there, read_json
-from tvr.errors import CheckpointError
+from tvr.errors import CheckpointError, ConfigError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+ADAPTER_NAME = "adapter_config.json"
 
 #: safetensors' names of the dtypes that weights may have.
 DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -42,6 +43,24 @@ def model_dir(path: str | Path) -> Path:
             "tokenizer.json, *.safetensors) or a .gguf file"
         )
     return path
+
+
+def refuse_adapter(path: Path) -> None:
+    """Raise ConfigError if directory `path` holds a LoRA adapter, alone or beside full weights."""
+    if not (path / ADAPTER_NAME).is_file():
+        return
+    weights = [f.name for f in path.glob("*.safetensors") if not f.name.startswith("adapter_")]
+    if weights:
+        raise ConfigError(
+            f"{path} has {ADAPTER_NAME} beside {shorten(sorted(weights))}: LoRA adapters are not "
+            f"supported; remove {ADAPTER_NAME} to run the full weights without the adapter"
+        )
+    base = read_json(path / ADAPTER_NAME).get("base_model_name_or_path")
+    raise ConfigError(
+        f"{path} is a LoRA adapter ({ADAPTER_NAME}) for {base or 'a model it does not name'}, and "
+        "adapters are not supported; merge it into that model (peft: merge_and_unload, then "
+        "save_pretrained) and give the merged directory"
+    )
 
 
 def read_headers(path: Path) -> dict[str, TensorInfo]:

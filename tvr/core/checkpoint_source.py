@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from tvr.core.checkpoint import shorten
+from tvr.core.checkpoint import refuse_adapter, shorten
 from tvr.core.config import ModelConfig
 from tvr.core.text_files import is_there
 from tvr.core.tokenizer import Tokenizer
@@ -61,7 +61,8 @@ class HuggingFaceCheckpoint:
     """A directory with config.json, tokenizer.json and *.safetensors."""
 
     def __init__(self, path: Path) -> None:
-        """Read the config in directory `path`; raises as `ModelConfig.from_dir` does."""
+        """Read the config in directory `path`; raises as `open_checkpoint` does."""
+        refuse_adapter(path)
         self._path = path
         self.config = ModelConfig.from_dir(path)
 

@@ -14,6 +14,7 @@ from tvr.core.outputs import RequestOutput
 from tvr.core.prompt import Prompt
 from tvr.core.request import Request
 from tvr.core.sampling_params import SamplingParams
+from tvr.core.weights import Progress
 from tvr.errors import ConfigError, RequestError
 
 
@@ -48,13 +49,16 @@ class LLM(Engine):
         plugins: str | PathLike[str] | Iterable[object] | None = None,
         strict: bool = False,
         max_lag: int = 1,
+        progress: Progress | None = None,
     ) -> None:
         """Load `model` and get ready to serve it.
 
         Args:
-            model: directory of a Hugging Face checkpoint, or a GGUF file (see `open_checkpoint`).
+            model: directory of a Hugging Face checkpoint, or a GGUF file (see `open_checkpoint`),
+                or the id of a model of the Hugging Face hub, from its cache or fetched.
             plugins: path of a plugins.toml, or plugin objects that rank before the configured
                 ones; None: `./plugins.toml` if there is one, else the packaged default.
+            progress: called with the bytes of weights read so far and the bytes there are.
 
         All other arguments are those of `EngineConfig`.
 
@@ -78,7 +82,7 @@ class LLM(Engine):
             strict=strict,
             max_lag=max_lag,
         )
-        super().__init__(config, load_engine(model, config, plugins))
+        super().__init__(config, load_engine(model, config, plugins, progress))
         self._ids = itertools.count()
 
     def __enter__(self) -> LLM:

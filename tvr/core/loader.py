@@ -15,6 +15,7 @@ from tvr.core.batch import DeviceTables
 from tvr.core.checkpoint_source import open_checkpoint
 from tvr.core.config import ModelConfig
 from tvr.core.engine_config import EngineConfig
+from tvr.core.hub import resolve_model
 from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.memory import (
@@ -34,7 +35,7 @@ from tvr.core.profile import run_largest_steps
 from tvr.core.runner import ModelRunner, on_device
 from tvr.core.sampler import SamplerState
 from tvr.core.tokenizer import Tokenizer
-from tvr.core.weights import dummy_weights
+from tvr.core.weights import Progress, dummy_weights
 from tvr.errors import BackendUnavailable, CapacityError, ConfigError
 
 
@@ -135,8 +136,11 @@ def load_engine(
     model: str | PathLike[str],
     config: EngineConfig,
     plugins: str | PathLike[str] | Iterable[object] | None = None,
+    progress: Progress | None = None,
 ) -> EngineParts:
     """Load a checkpoint and size the engine. Cheap checks come before memory is taken.
+
+    `progress` is called as weights are read, as in `tvr.core.weights`.
 
     Raises:
         ConfigError, CheckpointError, CapacityError, BackendUnavailable, UnsupportedSpec.
@@ -144,7 +148,7 @@ def load_engine(
     began = time.perf_counter()
     if not isinstance(model, (str, PathLike)):
         raise ConfigError(f"model is {model!r}; it must be the path of a checkpoint")
-    checkpoint = open_checkpoint(model, config.load_format)
+    checkpoint = open_checkpoint(resolve_model(model), config.load_format)
     model_config = checkpoint.config
     device = device_facts(config.device)
     dtype = resolve_dtype(config, model_config, device.type)
@@ -165,7 +169,7 @@ def load_engine(
         if dummy:
             weights = dummy_weights(model_config, dtype=dtype, device=where, seed=config.seed)
         else:
-            weights = checkpoint.load_weights(dtype=dtype, device=where)
+            weights = checkpoint.load_weights(dtype=dtype, device=where, progress=progress)
         llama = LlamaForCausalLM(
             model_config,
             weights,
