@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -55,6 +57,15 @@ def test_one_wrong_element_of_many_shows_in_the_largest_error_only(dtype):
     assert passes(small_frobenius, found, wanted, tolerance.frobenius_limit(dtype, 64))
     limit = tolerance.max_error_limit(dtype, low_precision_error, largest)
     assert not passes(within, found, wanted, limit, "")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_token_more_or_less_of_a_hundred_shows_in_a_needle(dtype):
+    assert tolerance.needle_limit(dtype, 100) < 1 / 100
+
+
+def test_one_dropped_token_of_8192_equal_ones_shows_in_the_lse():
+    assert tolerance.lse_limit(4.0) < math.log(KV_LEN / (KV_LEN - 1))
 
 
 @pytest.mark.parametrize("dtype", HALF)

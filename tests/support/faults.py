@@ -165,6 +165,14 @@ def rotates_in_the_activation_dtype(right, spec, a):
     return right(cos_sin_cache=a["cos_sin_cache"].to(a["q"].dtype).float())
 
 
+def is_two_ulps_off_in_one_place(right, spec, a):
+    right()
+    far = torch.tensor(math.inf, dtype=a["q_out"].dtype)
+    for _ in range(2):
+        a["q_out"][0, 0, 0] = torch.nextafter(a["q_out"][0, 0, 0], far)
+    return a["q_out"], a["k_out"]
+
+
 def pairs_neighbours(right, spec, a):
     half = a["cos_sin_cache"].shape[1] // 2
     order = torch.arange(2 * half).view(half, 2).t().flatten()  # 0, 2, 4, ... 1, 3, 5, ...
@@ -402,6 +410,7 @@ FAULTS = [
     Fault("sum_is_rounded_before_the_norm", "add_rms_norm", norms_the_unrounded_sum),
     Fault("residual_may_be_updated_in_place", "add_rms_norm", reads_the_residual_twice),
     Fault("rotation_is_rounded_once", "rope", counts_positions_from_zero),
+    Fault("rotation_is_rounded_once", "rope", is_two_ulps_off_in_one_place),
     Fault("rotation_is_rounded_once", "rope", rotates_in_the_activation_dtype),
     Fault("pairs_are_half_split", "rope", pairs_neighbours),
     Fault("rotation_in_place_is_the_same", "rope", writes_rows_of_the_head_count),
