@@ -15,6 +15,20 @@ from tvr.errors import ConfigError, PolicyError
 _QUESTIONS = ("admission_rank", "preemption_rank", "prefill_budget")
 
 
+def check_policy(name: str, policy: object) -> None:
+    """Check that the argument `name` is a policy.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    missing = [question for question in _QUESTIONS if not callable(getattr(policy, question, None))]
+    if isinstance(policy, type) or missing:
+        found = f"lacks {', '.join(missing)}" if missing else "is a class, not an object of it"
+        raise ConfigError(
+            f"{name} = {policy!r} {found}; give an object with {', '.join(_QUESTIONS)}"
+        )
+
+
 class PolicyGuard:
     """Asks a policy all it has to be asked for a step, before anything of the step is decided.
 
@@ -49,12 +63,7 @@ class PolicyGuard:
 
     @policy.setter
     def policy(self, policy: SchedulingPolicy) -> None:
-        missing = [name for name in _QUESTIONS if not callable(getattr(policy, name, None))]
-        if isinstance(policy, type) or missing:
-            found = f"lacks {', '.join(missing)}" if missing else "is a class, not an object of it"
-            raise ConfigError(
-                f"policy = {policy!r} {found}; give an object with {', '.join(_QUESTIONS)}"
-            )
+        check_policy("policy", policy)
         self._policy = policy
         # The default has one answer to everything; not asking keeps its steps cheap.
         self._is_default = type(policy) is FirstComeFirstServed
