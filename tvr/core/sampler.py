@@ -20,14 +20,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tvr.core.device_copy import to_index
 from tvr.core.draw import Draw
-from tvr.core.sampler_state import (
-    Kind,
-    RowNeeds,
-    SamplerState,
-    to_device,
-    to_index,
-)
+from tvr.core.sampler_state import Kind, RowNeeds, SamplerState
 
 __all__ = ["SamplerState", "child_seed", "sample"]
 
@@ -59,8 +54,9 @@ def sample(
     argmax: Callable[..., Tensor],
     *,
     host_rows: Sequence[int] | None = None,
+    allowed: Tensor | None = None,
 ) -> Tensor:
-    """Return the next token of each row, and count it for the row's penalties.
+    """Return the next token of each row, and count it for the row's penalties and bad words.
 
     Args:
         logits: [R, vocab] activation dtype.
@@ -69,21 +65,23 @@ def sample(
         output_positions: [R] int64, 0 for a request's first generated token.
         argmax: the bound argmax op for the logits' dtype.
         host_rows: `rows` on the host. Without it they are read back, which waits for the device.
+        allowed: [R, ceil(vocab / 32)] int32, tokens allowed besides the rows' own rules: bit
+            `id % 32`, counted from the lowest, of word `id // 32`. None: all.
 
     Returns:
         [R] int64. -1 for a row whose largest logit is not finite: a NaN, an infinity, or every
         token ruled out.
 
-    Mutates: the output counts of `state`.
+    Mutates: the output counts and last tokens of `state`.
     """
     needs = state.needs(rows.tolist() if host_rows is None else host_rows)
     total, device = len(needs), logits.device
-    logits = _forbid_early_stops(logits, needs, output_positions)
-    greedy = [i for i, n in enumerate(needs) if n.kind is Kind.GREEDY and not n.penalised]
-    if len(greedy) == total:
+    is_greedy = [n.kind is Kind.GREEDY and not n.adjusted and allowed is None for n in needs]
+    if all(is_greedy):
         return _greedy(logits, argmax)
 
-    scored = [i for i, n in enumerate(needs) if n.kind is not Kind.GREEDY or n.penalised]
+    greedy = [i for i, simple in enumerate(is_greedy) if simple]
+    scored = [i for i, simple in enumerate(is_greedy) if not simple]
     tokens = torch.empty(total, dtype=torch.int64, device=device)
     index = to_index(scored, total, device)
     tokens[index] = _from_scores(
@@ -92,23 +90,12 @@ def sample(
         [needs[i] for i in scored],
         rows[index],
         output_positions[index],
+        None if allowed is None else allowed[index],
     )
     if greedy:
         index = to_index(greedy, total, device)
         tokens[index] = _greedy(logits[index], argmax)
     return tokens
-
-
-def _forbid_early_stops(logits: Tensor, needs: list[RowNeeds], positions: Tensor) -> Tensor:
-    """Return the logits with -inf for stop ids of rows still short of their min_tokens."""
-    banned = [(i, n.min_tokens, token) for i, n in enumerate(needs) for token in n.early_stops]
-    if not banned:
-        return logits
-    batch_idx, min_tokens, ids = to_device(banned, logits.device).unbind(dim=1)  # [B] each
-    logits = logits.clone()
-    early = positions[batch_idx] < min_tokens
-    logits[batch_idx, ids] = torch.where(early, -torch.inf, logits[batch_idx, ids])
-    return logits
 
 
 def _greedy(logits: Tensor, argmax: Callable[..., Tensor]) -> Tensor:
@@ -120,16 +107,23 @@ def _greedy(logits: Tensor, argmax: Callable[..., Tensor]) -> Tensor:
 
 
 def _from_scores(
-    logits: Tensor, state: SamplerState, needs: list[RowNeeds], rows: Tensor, positions: Tensor
+    logits: Tensor,
+    state: SamplerState,
+    needs: list[RowNeeds],
+    rows: Tensor,
+    positions: Tensor,
+    allowed: Tensor | None,
 ) -> Tensor:
     """Return the tokens [r] of rows that need more than the argmax; logits [r, vocab] fp32."""
     total, device = len(needs), logits.device
-    penalised = [i for i, n in enumerate(needs) if n.penalised]
-    penalised_index = to_index(penalised, total, device)
-    if penalised:
-        changed = state.penalise(logits[penalised_index], rows[penalised_index])
+    adjusted = [i for i, n in enumerate(needs) if n.adjusted or allowed is not None]
+    if adjusted:
+        index = to_index(adjusted, total, device)
+        words = None if allowed is None else allowed[index]
+        some = [needs[i] for i in adjusted]
+        changed = state.adjust(logits[index], some, rows[index], positions[index], words)
         logits = logits.clone()  # it may be the caller's tensor
-        logits[penalised_index] = changed
+        logits[index] = changed
     best, tokens = logits.max(dim=-1)  # the lowest id of the largest: right for greedy rows
 
     for kind in (Kind.PLAIN, Kind.NARROW, Kind.NUCLEUS, Kind.WIDE):
@@ -139,8 +133,7 @@ def _from_scores(
             draw = _draw(state, logits[index], best[index], rows[index], positions[index])
             tokens[index] = draw.take(kind, max(needs[i].width for i in places))
     tokens = torch.where(best.isfinite(), tokens, -1)
-    if penalised:
-        state.record(rows[penalised_index], tokens[penalised_index])
+    state.record(needs, rows, tokens)
     return tokens
 
 

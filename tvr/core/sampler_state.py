@@ -10,12 +10,12 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
+from tvr.core.device_copy import to_device, to_index
+from tvr.core.logit_rules import LogitRules, RowRules, forbid
 from tvr.core.sampling_params import SamplingParams
 
 #: The most tokens a row is cut down to by partial selection; beyond, its scores are sorted.
 NARROW_WIDTH = 1024
-
-Index = Tensor | slice  # a slice is the whole batch, and costs no gather
 
 
 class Kind(Enum):
@@ -36,15 +36,20 @@ class RowNeeds:
         kind: what choosing its token takes.
         width: how many of the best tokens that has to look at; 0 where it is all.
         penalised: whether earlier tokens change its logits.
-        min_tokens: tokens to generate before one of `early_stops` may be.
-        early_stops: token ids.
+        rules: what it may have and what not; None: no rule.
+        logprobs: how many log-probabilities are asked for; None: none at all.
     """
 
     kind: Kind = Kind.GREEDY
     width: int = 0
     penalised: bool = False
-    min_tokens: int = 0
-    early_stops: tuple[int, ...] = ()
+    rules: RowRules | None = None
+    logprobs: int | None = None
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether the logits are changed before the choice."""
+        return self.penalised or self.rules is not None
 
 
 class SamplerState:
@@ -60,6 +65,7 @@ class SamplerState:
         output_counts: [rows, vocab] int32, how often a row's output has each token.
         in_prompt: [rows, vocab] bool, whether its prompt has it. Both tables are empty until
             the first row with a penalty.
+        rules: what rows may not have.
     """
 
     def __init__(
@@ -80,9 +86,8 @@ class SamplerState:
         """
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        # A tokenizer may name one that the model has no logit for.
-        self._eos_token_ids = frozenset(i for i in eos_token_ids if i < vocab_size)
         self._rows = [RowNeeds()] * max_rows
+        self.rules = LogitRules(max_rows, vocab_size, self.device, eos_token_ids)
         self.temperature = torch.ones(max_rows, device=self.device)
         self.max_gap = torch.full((max_rows,), torch.inf, device=self.device)
         self.top_k = torch.full((max_rows,), vocab_size, device=self.device)
@@ -101,6 +106,7 @@ class SamplerState:
         seed: int,
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int] = (),
+        bad_words: Sequence[tuple[int, ...]] = (),
     ) -> None:
         """Give `row` to a request, new or resumed with output already made.
 
@@ -110,9 +116,11 @@ class SamplerState:
             seed: int64, the seed of this completion.
             prompt_token_ids: the prompt, for the repetition penalty.
             output_token_ids: tokens generated so far.
+            bad_words: token ids of the words that must not be generated.
         """
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-        self._rows[row] = self._needs_of(params, top_k)
+        rules = self.rules.reset(row, params, bad_words, output_token_ids)
+        self._rows[row] = self._needs_of(params, top_k, rules)
         values = [
             (self.temperature, 1.0 if params.is_greedy else params.temperature),
             (self.max_gap, -math.log(params.min_p) if params.min_p > 0 else math.inf),
@@ -128,7 +136,7 @@ class SamplerState:
         if params.has_penalties:
             self._rebuild_counts(row, prompt_token_ids, output_token_ids)
 
-    def _needs_of(self, params: SamplingParams, top_k: int) -> RowNeeds:
+    def _needs_of(self, params: SamplingParams, top_k: int, rules: RowRules | None) -> RowNeeds:
         kind, width = Kind.PLAIN, 0
         if params.is_greedy:
             kind = Kind.GREEDY
@@ -136,16 +144,12 @@ class SamplerState:
             kind, width = (Kind.NARROW, top_k) if top_k <= NARROW_WIDTH else (Kind.WIDE, 0)
         elif params.top_p < 1:
             kind, width = Kind.NUCLEUS, min(NARROW_WIDTH, self.vocab_size)
-        stops: set[int] = set()
-        if params.min_tokens:
-            stops.update(params.stop_token_ids or ())
-            stops.update(() if params.ignore_eos else self._eos_token_ids)
         return RowNeeds(
             kind=kind,
             width=width,
             penalised=params.has_penalties,
-            min_tokens=params.min_tokens,
-            early_stops=tuple(sorted(stops)),
+            rules=rules,
+            logprobs=params.logprobs,
         )
 
     def _rebuild_counts(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
@@ -165,6 +169,31 @@ class SamplerState:
         """Return what each of `rows` takes, from the host's mirror."""
         return [self._rows[row] for row in rows]
 
+    def adjust(
+        self,
+        logits: Tensor,
+        needs: Sequence[RowNeeds],
+        rows: Tensor,
+        positions: Tensor,
+        allowed: Tensor | None,
+    ) -> Tensor:
+        """Return the logits that the choice is made from: rules first, then penalties.
+
+        Args:
+            logits: [r, vocab] fp32.
+            needs: of each row.
+            rows: [r] int64.
+            positions: [r] int64, of the output token to choose.
+            allowed: [r, ceil(vocab / 32)] int32, see `sample`.
+        """
+        logits = logits.clone() if allowed is None else forbid(logits, allowed)
+        self.rules.apply(logits, [n.rules for n in needs], rows, positions)
+        penalised = [i for i, n in enumerate(needs) if n.penalised]
+        if penalised:
+            index = to_index(penalised, len(needs), self.device)
+            logits[index] = self.penalise(logits[index], rows[index])
+        return logits
+
     def penalise(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Return `logits` [r, vocab] fp32 of `rows` [r] with the rows' penalties applied.
 
@@ -178,22 +207,20 @@ class SamplerState:
         logits = logits - self.frequency[rows, None] * counts
         return logits - self.presence[rows, None] * (counts > 0)
 
-    def record(self, rows: Tensor, tokens: Tensor) -> None:
-        """Count `tokens` [r] int64 as output of `rows` [r]; a token of -1 is none.
+    def record(self, needs: Sequence[RowNeeds], rows: Tensor, tokens: Tensor) -> None:
+        """Count `tokens` [r] int64 as output of `rows` [r] where later choices depend on it.
 
-        It runs on the device, so the next step sees the counts before the host has the tokens.
+        A token of -1 is none. It runs on the device, so the next step sees the counts before the
+        host has the tokens.
         """
-        once = (tokens >= 0).to(torch.int32)
-        self.output_counts.index_put_((rows, tokens.clamp(min=0)), once, accumulate=True)
-
-
-def to_device(values: Sequence[int] | Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    """Return `values` as int64 on `device`, without waiting for the device."""
-    pinned = device.type == "cuda"  # a copy from pageable memory would wait
-    tensor = torch.tensor(values, dtype=torch.int64, pin_memory=pinned)
-    return tensor.to(device, non_blocking=True)
-
-
-def to_index(places: list[int], total: int, device: torch.device) -> Index:
-    """Return an index that takes `places`, in rising order, out of a batch of `total` rows."""
-    return slice(None) if len(places) == total else to_device(places, device)
+        penalised = [i for i, n in enumerate(needs) if n.penalised]
+        if penalised:
+            index = to_index(penalised, len(needs), self.device)
+            counted = tokens[index]
+            once = (counted >= 0).to(torch.int32)
+            places = (rows[index], counted.clamp(min=0))
+            self.output_counts.index_put_(places, once, accumulate=True)
+        watched = [i for i, n in enumerate(needs) if n.rules is not None and n.rules.bad_words]
+        if watched:
+            index = to_index(watched, len(needs), self.device)
+            self.rules.record(rows[index], tokens[index])

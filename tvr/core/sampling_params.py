@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 from tvr.errors import RequestError
 
 #: A temperature below this samples greedily, as in vLLM: there is nothing left to chance.
 GREEDY_BELOW = 1e-5
+
+#: Most log-probabilities of a position; each costs a dict entry for every token.
+MAX_LOGPROBS = 20
+
+#: `(output_token_ids, logits [vocab]) -> logits [vocab]`, tensors of torch.
+LogitsProcessor = Callable[[list[int], Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +25,8 @@ class SamplingParams:
     """How a request's tokens are chosen and when it ends. Names and meanings are vLLM's.
 
     The filters apply in the order min_p, top_k, top_p, each on what the one before left, after
-    penalties and temperature. Among equal logits the lower token id comes first.
+    penalties and temperature. Among equal logits the lower token id comes first. docs/sampling.md
+    has the whole order.
 
     Attributes:
         n: completions of the prompt, 1 to 16384; completion i draws from `child_seed(seed, i)`.
@@ -37,6 +45,15 @@ class SamplingParams:
             logits and multiplies others. 1: off.
         presence_penalty: -2 to 2; subtracted from the logit of every token in the output.
         frequency_penalty: -2 to 2; subtracted once for each time the token is in the output.
+        logit_bias: added to the logits of these token ids; cut to -100 to 100.
+        bad_words: texts that are not generated, at the beginning of a word and within one.
+        allowed_token_ids: no other tokens are generated.
+        logprobs: log-probabilities of this many of the likeliest tokens (0 to 20) and of the
+            chosen one, for each new token. None: none.
+        prompt_logprobs: the same for each token of the prompt but the first. The whole prompt is
+            then computed, whatever the prefix cache holds.
+        logits_processors: called in turn for each new token, see `LogitsProcessor`. The request
+            then waits for each of its tokens before it computes the next.
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
@@ -58,6 +75,12 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -72,38 +95,71 @@ class SamplingParams:
         self._check_number("repetition_penalty", 0.001, 1000)
         self._check_number("presence_penalty", -2, 2)
         self._check_number("frequency_penalty", -2, 2)
+        self._check_int("logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._check_int("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise self._error(name, "True or False")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise self._error("min_tokens", f"at most max_tokens, {self.max_tokens}")
         self._check_stops()
+        self._check_bias()
+        self._check_list("bad_words", "strings that are not blank", _is_word)
+        self._check_list("logits_processors", "callables", callable)
 
     def _check_stops(self) -> None:
         """Check both kinds of stop and keep copies: the caller may change the lists later."""
-        stop, ids = self.stop, self.stop_token_ids
+        stop = self.stop
         if stop is not None and not isinstance(stop, str | list | tuple):
             raise self._error("stop", "a string, a list of strings or None")
         # An empty string would match before the first token.
         if not all(isinstance(text, str) and text for text in self.stop_strings):
             raise self._error("stop", "made of strings that are not empty")
-        if ids is not None and not isinstance(ids, list | tuple | set | frozenset):
-            raise self._error("stop_token_ids", "a list of token ids or None")
-        if not all(_is_int(token_id) and token_id >= 0 for token_id in ids or ()):
-            raise self._error("stop_token_ids", "made of integers of at least 0")
         if stop is not None and not isinstance(stop, str):
             object.__setattr__(self, "stop", tuple(stop))
-        if ids is not None:
-            object.__setattr__(self, "stop_token_ids", tuple(map(int, ids)))
+        self._check_ids("stop_token_ids")
+        self._check_ids("allowed_token_ids")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise self._error("allowed_token_ids", "None or name at least one token id")
+
+    def _check_ids(self, name: str) -> None:
+        ids = getattr(self, name)
+        if ids is None:
+            return
+        if not isinstance(ids, list | tuple | set | frozenset):
+            raise self._error(name, "a list of token ids or None")
+        if not all(_is_id(token_id) for token_id in ids):
+            raise self._error(name, "made of integers of at least 0")
+        object.__setattr__(self, name, tuple(map(int, ids)))
+
+    def _check_list(self, name: str, what: str, is_good: Callable[[object], bool]) -> None:
+        values = getattr(self, name)
+        if values is None:
+            return
+        if not isinstance(values, list | tuple) or not all(map(is_good, values)):
+            raise self._error(name, f"a list of {what}, or None")
+        object.__setattr__(self, name, tuple(values))
+
+    def _check_bias(self) -> None:
+        bias = self.logit_bias
+        if bias is None:
+            return
+        if not isinstance(bias, Mapping) or not all(
+            _is_id(token_id) and _is_number(value) and not math.isnan(value)
+            for token_id, value in bias.items()
+        ):
+            raise self._error("logit_bias", "a dict of token ids to numbers, or None")
+        cut = {int(i): min(100.0, max(-100.0, float(value))) for i, value in bias.items()}
+        object.__setattr__(self, "logit_bias", cut)
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raise `RequestError` if a stop token id is outside the model's vocabulary."""
-        for token_id in self.stop_token_ids or ():
-            if token_id >= vocab_size:
-                raise RequestError(
-                    f"stop_token_ids holds {token_id}; "
-                    f"the model's token ids are 0 to {vocab_size - 1}"
-                )
+        """Raise `RequestError` if a token id is outside the model's vocabulary."""
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(self, name) or ():
+                if token_id >= vocab_size:
+                    raise RequestError(
+                        f"{name} holds {token_id}; the model's token ids are 0 to {vocab_size - 1}"
+                    )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -135,9 +191,8 @@ class SamplingParams:
 
     def _check_number(self, name: str, low: float, high: float, *, above_low: bool = False) -> None:
         value = getattr(self, name)
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
         if (
-            not is_number
+            not _is_number(value)
             or not math.isfinite(value)
             or not low <= value <= high
             or (above_low and value == low)
@@ -154,3 +209,15 @@ class SamplingParams:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_id(value: object) -> bool:
+    return _is_int(value) and value >= 0  # type: ignore[operator]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
