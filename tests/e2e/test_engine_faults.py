@@ -17,6 +17,8 @@ from support.engines import (
     save_shape,
     tokens_of,
 )
+from tvr import hookimpl
+from tvr.contract import BackendInfo, BoundOp, Box
 from tvr.core import engine as engine_module
 from tvr.core.request import Request
 from tvr.core.runner import ModelRunner
@@ -208,3 +210,27 @@ def test_a_closed_engine_keeps_neither_model_nor_pool(checkpoint):
     gc.collect()
     assert [ref() for ref in alive] == [None, None]
     llm.close()  # again does no harm
+
+
+class BrokenNorm:
+    """A backend whose kernel fails when it runs."""
+
+    @hookimpl
+    def tvr_backend_info(self):
+        box = Box(dtypes=["float32"], devices=["cpu", "cuda"])
+        return BackendInfo(name="broken", abi=(1, 0), ops={"rms_norm": [box]})
+
+    @hookimpl
+    def tvr_bind_rms_norm(self, spec, device):
+        def run(x, weight, *, eps, out):
+            raise RuntimeError("no such\nwarp")
+
+        return BoundOp(run=run)
+
+
+def test_a_failing_kernel_is_named_with_its_backend(checkpoint):
+    with engine(checkpoint, plugins=[BrokenNorm()]) as llm:
+        (output,) = llm.generate(PROMPTS[:1], greedy(4))
+        message = "step 0 failed in rms_norm of backend 'broken': RuntimeError: no such warp"
+        assert output.outputs[0].error == message
+        assert "no such\nwarp" in llm.last_failure

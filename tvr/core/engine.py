@@ -251,9 +251,10 @@ class Engine:
             # Its text is enough: through its frames the traceback refers to the step's tensors,
             # and to the error itself, so that they would stay until the garbage collector runs.
             self.last_failure = "".join(traceback.format_exception(error))
+            culprit, reason = self.parts.ops.culprit(error), " ".join(str(error).split())
+            where = f" in {culprit}" if culprit else ""
             error.__traceback__ = None
-            reason = " ".join(str(error).split())
-            failure = f"step {output.step_id} failed: {type(error).__name__}: {reason}"
+            failure = f"step {output.step_id} failed{where}: {type(error).__name__}: {reason}"
         self._torn = True
         self._in_flight.popleft()
         if failure is not None:

@@ -6,6 +6,8 @@ step. Life of a table: bind every op of the model, `allocate` the workspaces, th
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -167,6 +169,25 @@ class OpTable:
     def flags(self, spec: OpSpec) -> frozenset[str]:
         """Return what is declared for `spec` by the backend that serves it."""
         return self._binder.settle(spec).flags
+
+    def culprit(self, error: BaseException) -> str | None:
+        """Return "op of backend 'name'" for the op whose own code raised `error`; None: none did.
+
+        Found from the traceback, so that calling an op costs nothing more.
+        """
+        owners = {
+            code: f"{binding.spec.op} of backend {binding.backend!r}"
+            for binding in self._bindings.values()
+            if not binding.parts
+            for function in filter(None, (binding.bound.run, binding.bound.plan))
+            if (code := getattr(inspect.unwrap(function), "__code__", None)) is not None
+        }
+        found = [
+            owners[frame.f_code]
+            for frame, _ in traceback.walk_tb(error.__traceback__)
+            if frame.f_code in owners
+        ]
+        return found[-1] if found else None  # the innermost: an op may call another
 
     def explain_ops(self, specs: Iterable[OpSpec]) -> list[dict[str, Any]]:
         """Return, as JSON-able data, who serves each spec and why others do not; binds nothing.

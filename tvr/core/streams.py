@@ -30,9 +30,11 @@ def _forked(function: Callable[..., Any], stream: Any) -> Callable[..., Any]:  #
         # and a graph capture of the caller's stream takes the fork and the join along.
         caller = torch.cuda.current_stream()
         stream.wait_stream(caller)
-        with torch.cuda.stream(stream):
-            result = function(*args, **kwargs)
-        caller.wait_stream(stream)
-        return result
+        try:
+            with torch.cuda.stream(stream):
+                return function(*args, **kwargs)
+        finally:
+            # What was launched before an error still runs, on memory that the caller will reuse.
+            caller.wait_stream(stream)
 
     return call
