@@ -30,7 +30,7 @@ yours. A loop that drives them with a stand-in for a model, which says the last 
 To keep a device busy, call `schedule` for the next step before `update` of this one (`max_lag`):
 a decode's input token is then still on the device, which is why it is kept by row above.
 
-Who goes first is for a policy to say: see `SchedulingPolicy`, and `docs/scheduler.md` for the whole.
+Who goes first is for a policy to say: see `SchedulingPolicy`. `docs/scheduler.md` tells it all.
 """
 
 from __future__ import annotations
