@@ -106,6 +106,12 @@ def test_half_precision_files_load_exactly(tmp_path, directory, format, dtype):
     assert_equal(named(weights, checkpoint.config), rounded)
 
 
+def test_the_dtype_is_that_of_most_numbers_not_of_most_tensors(tmp_path, directory):
+    source = directory("wide_heads_both_biases")  # more vectors, in F32, than matrices
+    path = write_gguf(tmp_path / "x.gguf", source, format="F16")
+    assert GGUFCheckpoint(path).config.dtype == "float16"
+
+
 @pytest.mark.parametrize("format", QUANTISED)
 @pytest.mark.parametrize("shape", ["llama3_old_form", "group_2_tied_head_dim_null"])
 def test_quantised_weights_are_what_the_gguf_package_makes_of_them(

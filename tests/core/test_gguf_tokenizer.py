@@ -134,6 +134,17 @@ def test_each_kind_of_byte_level_bpe_gives_the_tokens_of_its_tokenizer_json(tmp_
     assert found.special_token_id("CamelCase") is None
 
 
+@pytest.mark.parametrize(
+    ("pre", "whole"), [("llama-bpe", True), ("tekken", True), ("gpt-2", False)]
+)
+def test_a_word_that_no_merge_makes_is_still_a_token_of_some_kinds(tmp_path, pre, whole):
+    metadata = byte_level_metadata(byte_level([]), pre)
+    metadata["tokenizer.ggml.tokens"] += ["xyzzy"]
+    metadata["tokenizer.ggml.token_type"] += [1]
+    found = from_metadata(tmp_path, metadata)
+    assert (found.encode("xyzzy") == [found.vocab_size - 1]) == whole
+
+
 def test_kinds_cut_words_differently():
     """Else the test above could not tell them apart."""
     cuts = {
@@ -157,11 +168,11 @@ def test_names_of_one_kind_are_one_kind():
 
 @pytest.mark.parametrize("pre", ["default", None])
 def test_the_default_kind_cuts_punctuation_then_words_then_three_digits(tmp_path, pre):
-    backend = trained(BYTES_ONLY)
-    found = from_metadata(tmp_path, byte_level_metadata(backend, pre))
-    pieces = ["a", "+", "b", "=", "c", " ", "..", " it", "'", "s", " ", "123", "456", "7"]
-    one_by_one = [i for piece in pieces for i in backend.encode(piece).ids]
-    assert found.encode("".join(pieces)) == one_by_one
+    metadata = byte_level_metadata(byte_level([]), pre)
+    files = read_tokenizer(GGUFFile.open(write_gguf(tmp_path / "x.gguf", metadata=metadata)))
+    pieces = ["a", "+=", "b", " ", "..", " it", "'", "s", " ", "123", "456", "78", " \n"]
+    cut = files.backend.pre_tokenizer.pre_tokenize_str("".join(pieces))
+    assert [piece for piece, _ in cut] == [p.replace(" ", "Ġ").replace("\n", "Ċ") for p in pieces]
 
 
 @pytest.mark.parametrize("pre", ["qwen2", "deepseek-llm", "gpt-4o", "of tomorrow"])
@@ -266,6 +277,15 @@ def test_llamas_ids_count_where_a_sentencepiece_file_names_none(tmp_path):
     assert found.encode("the")[0] == 1
 
 
+def test_unused_pieces_are_never_merged(tmp_path):
+    pieces = pieces_of(0)
+    at = next(i for i, (p, *_) in enumerate(pieces) if p == "▁the")
+    pieces[at] = ("▁the", 0.0, TokenType.UNUSED)
+    found = from_metadata(tmp_path, sentencepiece_metadata(pieces, **LLAMA2_IDS))
+    assert found.encode("the", allow_special=False) == [1, *sentencepiece_encode(pieces, "the")]
+    assert found.decode([at]) == ""
+
+
 def test_control_tokens_are_never_made_of_characters(tmp_path):
     found = from_metadata(tmp_path, sentencepiece_metadata(pieces_of(0), **LLAMA2_IDS))
     assert not {0, 1, 2} & set(found.encode("<s></s><unk>", allow_special=False)[1:])
@@ -322,6 +342,22 @@ def test_turns_end_at_eot_and_eom_also_where_the_file_names_only_eos(tmp_path):
     found = from_metadata(tmp_path, byte_level_metadata(backend, "gpt-2", eos_token_id=eos))
     named = {backend.token_to_id(t) for t in ("<|eot_id|>", "<|eom_id|>")}
     assert found.eos_token_ids == {eos} | named
+
+
+def test_every_id_that_ends_something_ends_an_answer(tmp_path):
+    ends = ["<eos>", "<eot>", "<eom>"]
+    backend = byte_level([*ends, "<other>"])
+    ids = {f"{t[1:-1]}_token_id": backend.token_to_id(t) for t in ends}
+    found = from_metadata(tmp_path, byte_level_metadata(backend, "gpt-2", **ids))
+    assert found.eos_token_ids == set(ids.values())
+
+
+def test_a_token_of_type_unknown_is_special(tmp_path):
+    metadata = byte_level_metadata(byte_level([]), "gpt-2")
+    metadata["tokenizer.ggml.tokens"] += ["<unk>"]
+    metadata["tokenizer.ggml.token_type"] += [2]
+    found = from_metadata(tmp_path, metadata)
+    assert found.special_token_id("<unk>") == found.vocab_size - 1
 
 
 def test_ids_outside_the_vocabulary_name_no_token(tmp_path):

@@ -79,9 +79,8 @@ def build_byte_level(vocabulary: Vocabulary, pre: object) -> tuple[tokenizers.To
             f"{file.path}: tokenizer.ggml.add_space_prefix is not supported for a byte-level "
             "vocabulary"
         )
-    # A merge may itself begin with a space, so the one that parts it is looked for behind it.
-    cuts = [(merge, merge.find(" ", 1)) for merge in array(file, "merges", str)]
-    merges = [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts]
+    pairs = (merge.partition(" ") for merge in array(file, "merges", str))
+    merges = [(left, right) for left, _, right in pairs]
     backend = vocabulary.bpe(merges, ignore_merges=kind.whole_words)
     cutters = [
         pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in kind.patterns
