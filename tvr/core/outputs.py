@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """How likely the model finds a token in its place, before any sampling parameter.
+
+    Attributes:
+        logprob: natural logarithm of the probability, at least -9999.0 (for -inf, too).
+        rank: 1 for the likeliest token.
+        decoded_token: its text by itself; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
 
 
 @dataclass(slots=True)
@@ -12,11 +26,13 @@ class RequestMetrics:
 
     Attributes:
         arrival_time: the engine took the request.
+        first_scheduled_time: its first step was sent to the device.
         first_token_time: the host knew the first new token.
         finished_time: the last of its answers ended.
     """
 
     arrival_time: float
+    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
 
@@ -30,8 +46,9 @@ class CompletionOutput:
         text: the text so far; never ends inside a character or inside a possible stop string.
         token_ids: every new token the model gave, in order, those without text included. Its
             length is the number of tokens used: re-encoding `text` may give another number.
-        cumulative_logprob: sum of the tokens' log-probabilities, if asked for.
-        logprobs: per token, if asked for.
+        cumulative_logprob: sum of the tokens' log-probabilities, if `logprobs` were asked for.
+        logprobs: for each token, if asked for, the log-probabilities by token id: of the token
+            itself, then of the likeliest ones.
         finish_reason: None while running, then "stop", "length", "abort" or "error".
         stop_reason: the stop string or stop token id that ended it; None for an EOS token.
         error: what went wrong, with finish_reason "error".
@@ -41,7 +58,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[Any] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -78,6 +95,8 @@ class RequestOutput:
         finished: all of them have ended.
         metrics: times.
         num_cached_tokens: prompt tokens found in the prefix cache instead of being computed.
+        prompt_logprobs: for each prompt token, if asked for, as `CompletionOutput.logprobs`; None
+            for the first, which nothing comes before. There with the first new token.
     """
 
     request_id: str
@@ -87,3 +106,4 @@ class RequestOutput:
     metrics: RequestMetrics
     finished: bool = False
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
