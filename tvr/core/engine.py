@@ -19,7 +19,7 @@ from tvr.core.sampler import child_seed
 from tvr.core.sampling_params import SamplingParams
 from tvr.core.schedule_output import Result, ScheduleOutput, SequenceUpdate
 from tvr.core.scheduler import Scheduler
-from tvr.errors import ConfigError, RequestError
+from tvr.errors import ConfigError, PolicyError, RequestError
 
 
 class Engine:
@@ -66,13 +66,19 @@ class Engine:
             max_model_len=self.limits.max_model_len,
             enable_prefix_caching=self.config.enable_prefix_caching,
             max_lag=self.config.max_lag,
+            policy=self.config.scheduling_policy,
         )
         self._next_index = [0] * self.limits.max_num_seqs
         self._in_flight: deque[tuple[ScheduleOutput, Pending | Exception]] = deque()
         self._torn = False  # whether scheduler and requests may be between two consistent states
 
     def add_request(
-        self, request_id: str, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> None:
         """Queue a request; `step` will return its outputs.
 
@@ -80,12 +86,13 @@ class Engine:
             request_id: unique among the unfinished requests.
             prompt: text, token ids, or a dict with "prompt" or "prompt_token_ids".
             sampling_params: None: the defaults.
+            priority: smaller is more urgent, for scheduling policies that look at it.
 
         Raises:
             RequestError: the request can never be served as asked; the engine is untouched.
             ConfigError: the engine is closed.
         """
-        self._enqueue(request_id, prompt, sampling_params)
+        self._enqueue(request_id, prompt, sampling_params, priority=priority)
 
     def _enqueue(
         self,
@@ -94,6 +101,7 @@ class Engine:
         sampling_params: SamplingParams | None,
         *,
         followed: bool = False,
+        priority: int = 0,
     ) -> Request:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(request_id, str) or not isinstance(params, SamplingParams):
@@ -124,6 +132,7 @@ class Engine:
             tokenizer=self.tokenizer,
             eos_token_ids=self.parts.eos_token_ids,
             followed=followed,
+            priority=priority,
         )
         request.completions[0].sequence.set_limits(
             max_model_len=self.limits.max_model_len,
@@ -164,6 +173,9 @@ class Engine:
 
         An output is one object for the life of its request; copy what you want to keep of its
         present state. May return nothing while a long prompt is read.
+
+        Raises:
+            PolicyError: the scheduling policy failed. No request is lost; call `step` again.
         """
         with self._stepping:
             self._advance()
@@ -185,7 +197,11 @@ class Engine:
         self._drain_inbox()
         self._torn = True
         while len(self._in_flight) <= self.config.max_lag:
-            output = self._scheduler.schedule()
+            try:
+                output = self._scheduler.schedule()
+            except PolicyError:
+                self._torn = False  # nothing has changed
+                raise
             if output is None:
                 break
             self._in_flight.append((output, self._launch(output)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from tvr.core.policy import SchedulingPolicy
+from tvr.core.policy_guard import check_policy
 from tvr.errors import ConfigError
 
 DTYPE_NAMES = {
@@ -42,6 +44,7 @@ class EngineConfig:
             that is there; "dummy" draws seeded weights.
         seed: of unseeded requests and of dummy weights.
         max_lag: steps the scheduler runs ahead of the device, 0 or 1.
+        scheduling_policy: who goes first and who gives way; None: first come, first served.
     """
 
     backend: str = "auto"
@@ -59,6 +62,7 @@ class EngineConfig:
     load_format: str = "auto"
     seed: int = 0
     max_lag: int = 1
+    scheduling_policy: SchedulingPolicy | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -77,6 +81,8 @@ class EngineConfig:
         object.__setattr__(self, "dtype", DTYPE_NAMES[self.dtype])
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("max_lag", self.max_lag, (0, 1))
+        if self.scheduling_policy is not None:
+            check_policy("scheduling_policy", self.scheduling_policy)
         for name in ("num_blocks", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from os import PathLike
 from typing import Any
 
@@ -11,6 +11,7 @@ from tvr.core.engine import Engine
 from tvr.core.engine_config import EngineConfig
 from tvr.core.loader import load_engine
 from tvr.core.outputs import RequestOutput
+from tvr.core.policy import SchedulingPolicy
 from tvr.core.prompt import Prompt
 from tvr.core.request import Request
 from tvr.core.sampling_params import SamplingParams
@@ -49,6 +50,7 @@ class LLM(Engine):
         plugins: str | PathLike[str] | Iterable[object] | None = None,
         strict: bool = False,
         max_lag: int = 1,
+        scheduling_policy: SchedulingPolicy | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Load `model` and get ready to serve it.
@@ -81,6 +83,7 @@ class LLM(Engine):
             seed=seed,
             strict=strict,
             max_lag=max_lag,
+            scheduling_policy=scheduling_policy,
         )
         super().__init__(config, load_engine(model, config, plugins, progress))
         self._ids = itertools.count()
@@ -129,7 +132,7 @@ class LLM(Engine):
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Yield the output of one prompt each time it has grown; the last one is finished.
 
         Closing the iterator aborts the request. Several streams may be consumed in turn.

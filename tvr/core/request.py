@@ -43,6 +43,7 @@ class Request:
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
         followed: bool = False,
+        priority: int = 0,
     ) -> None:
         """Build the request's sequences.
 
@@ -55,6 +56,7 @@ class Request:
             max_tokens: most new tokens, already limited by the context.
             tokenizer: None: outputs carry token ids only.
             eos_token_ids: the model's.
+            priority: smaller is more urgent.
             followed: whoever made it hands out its outputs, so the engine's `step` does not.
         """
         self.request_id = request_id
@@ -79,6 +81,7 @@ class Request:
                 max_tokens=max_tokens,
                 min_tokens=params.min_tokens,
                 stop_token_ids=stop_ids,
+                priority=priority,
                 parent_id=None if index == 0 else self.completions[0].sequence.request_id,
             )
             detokenizer = None
