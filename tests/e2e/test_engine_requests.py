@@ -368,11 +368,20 @@ def test_chat_ends_at_the_end_of_turn_token(text_checkpoint, monkeypatch):
             return logits
 
         monkeypatch.setattr(llm._runner._model, "compute_logits", ends_third)
-        output = llm.chat([{"role": "user", "content": "hello"}], greedy(20))
+        (output,) = llm.chat([{"role": "user", "content": "hello"}], greedy(20))
         assert output.outputs[0].finish_reason == "length"  # ignore_eos
         calls.clear()
         params = SamplingParams(temperature=0.0, max_tokens=20)
-        completion = llm.chat([{"role": "user", "content": "hello"}], params).outputs[0]
+        completion = llm.chat([{"role": "user", "content": "hello"}], params)[0].outputs[0]
         assert (completion.finish_reason, completion.stop_reason) == ("stop", None)
         assert completion.token_ids[-1] == end
         assert "<|eot_id|>" not in completion.text
+
+
+def test_several_conversations_are_answered_in_order(text_checkpoint):
+    conversations = [[{"role": "user", "content": text}] for text in ("hello", "a dog")]
+    with engine(text_checkpoint) as llm:
+        alone = [llm.chat(c, greedy(6))[0].outputs[0].token_ids for c in conversations]
+        assert tokens_of(llm.chat(conversations, greedy(6))) == alone
+        with pytest.raises(RequestError):
+            llm.chat([])

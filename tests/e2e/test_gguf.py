@@ -102,7 +102,7 @@ def test_an_engine_gives_the_texts_and_tokens_of_the_directory(pair):
     for path in pair:
         with engine(path, dtype="float32") as llm:
             prompts = [PROMPT, "", *prompts_of([1, 17, 40])]
-            chat = llm.chat([{"role": "user", "content": "hello"}], greedy(8))
+            (chat,) = llm.chat([{"role": "user", "content": "hello"}], greedy(8))
             outputs.append([*llm.generate(prompts, greedy(12)), chat])
             assert llm.tokenizer.has_chat_template
     theirs, ours = outputs

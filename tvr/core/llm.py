@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -151,12 +151,25 @@ class LLM(Engine):
 
     def chat(
         self,
-        messages: list[dict[str, Any]],
-        sampling_params: SamplingParams | None = None,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
         **template_kwargs: Any,  # noqa: ANN401
-    ) -> RequestOutput:
-        """Return the finished answer to a conversation, laid out by the model's chat template."""
-        return self.generate(self.chat_prompt(messages, **template_kwargs), sampling_params)[0]
+    ) -> list[RequestOutput]:
+        """Return the finished answer to each conversation, laid out by the model's chat template.
+
+        Args:
+            messages: one conversation or a list of them; a message is
+                `{"role": ..., "content": ...}`.
+            sampling_params: one for all, or one for each conversation.
+            template_kwargs: further variables of the template.
+
+        Raises:
+            RequestError: messages the template or the engine refuses; nothing is started then.
+        """
+        one = not messages or isinstance(messages[0], Mapping)
+        conversations: list[Any] = [messages] if one else list(messages)
+        prompts: list[Prompt] = [self.chat_prompt(c, **template_kwargs) for c in conversations]
+        return self.generate(prompts, sampling_params)
 
     def chat_prompt(
         self,
