@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken, models
 
 from tvr.core.gguf.file import GGUFFile
 from tvr.errors import CheckpointError
 
-# GGUF's token types. The others are normal tokens and the single bytes of a SentencePiece
-# vocabulary, which both are ordinary entries here.
+# GGUF's token types. The last is of the single bytes of a SentencePiece vocabulary.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
@@ -69,18 +69,15 @@ class Vocabulary:
     def bpe(self, merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:  # noqa: ANN401
         """Return a BPE of these tokens; raise CheckpointError if `merges` do not fit them."""
         try:
-            return tokenizers.Tokenizer(tokenizers.models.BPE(self.ids(), merges, **options))
+            return tokenizers.Tokenizer(models.BPE(self.ids(), merges, **options))
         except Exception as e:  # the library raises bare Exception for whatever it does not like
             raise CheckpointError(f"{self.file.path} has no usable tokenizer: {e}") from e
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
         """Let `backend` take control and user-defined tokens whole wherever a text has them."""
-        for special, kinds in ((True, (CONTROL, UNKNOWN)), (False, (USER_DEFINED,))):
-            added = [
-                tokenizers.AddedToken(token, normalized=False, special=special)
-                for token in self.of_type(*kinds)
-            ]
-            backend.add_special_tokens(added) if special else backend.add_tokens(added)
+        special, other = self.of_type(CONTROL, UNKNOWN), self.of_type(USER_DEFINED)
+        backend.add_special_tokens([AddedToken(t, normalized=False) for t in special])
+        backend.add_tokens([AddedToken(t, normalized=False) for t in other])
 
 
 def array(file: GGUFFile, name: str, kind: type, length: int | None = None) -> list[Any]:
