@@ -10,6 +10,9 @@ from typing import Annotated
 import typer
 
 from tvr.cli.backends import backends
+from tvr.cli.chat import chat
+from tvr.cli.env import env
+from tvr.cli.models import models
 from tvr.cli.run import run
 from tvr.errors import TvrError
 
@@ -19,12 +22,14 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 app = typer.Typer(
     name="tvr",
     help="Run Llama-family models through plug-in kernels.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.command(short_help="Continue a text or answer a question.")(run)
+app.command(short_help="Talk with a model that remembers the conversation.")(chat)
+app.command(short_help="List the models on this machine.")(models)
 app.command(short_help="List the backends, and who serves which op.")(backends)
+app.command(short_help="Print what a bug report needs.")(env)
 
 
 def _show_version(wanted: bool) -> None:

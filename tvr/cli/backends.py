@@ -57,12 +57,13 @@ def backends(
 
 def _specs(model: str | None, config: EngineConfig, device_type: str) -> list[OpSpec]:
     """Return a spec of each op as `model`, or the shape of Llama-3.2-1B, needs it."""
+    from tvr.cli.options import model_path
     from tvr.core.checkpoint_source import open_checkpoint
     from tvr.core.config import ModelConfig
     from tvr.core.loader import resolve_dtype
 
     if model is not None:
-        shape = open_checkpoint(model).config
+        shape = open_checkpoint(model_path(model)).config
     else:
         shape = ModelConfig(
             architecture="LlamaForCausalLM",

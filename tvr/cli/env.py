@@ -1,0 +1,97 @@
+"""`tvr env`: what a bug report needs to say. No path of this machine is printed."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import typer
+
+PACKAGES = (
+    *("tvr", "torch", "numpy", "pluggy", "typer", "safetensors", "tokenizers", "jinja2", "rich"),
+    *("gguf", "huggingface_hub", "transformers", "triton", "pycuda", "nvidia-cuda-nvcc"),
+)
+COMPILERS = ("nvcc", "cc", "c++")
+
+
+def env(*, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Print versions, devices, compilers and backends, to paste into a bug report."""
+    data = {
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        **{f"package {name}": _version(name) for name in PACKAGES},
+        **{f"compiler {name}": _compiler(name) for name in COMPILERS},
+        **_devices(),
+        **_backends(),
+    }
+    if as_json:
+        typer.echo(json.dumps(data, indent=2))
+        return
+    width = max(map(len, data))
+    for name, value in data.items():
+        typer.echo(f"{name:<{width}}  {value}")
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _compiler(name: str) -> str:
+    """Return the last line of a compiler's version, which for nvcc is its build."""
+    if shutil.which(name) is None:
+        return "not found"
+    try:
+        done = subprocess.run(
+            [name, "--version"], capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"does not run: {type(error).__name__}"
+    lines = [line for line in (done.stdout or done.stderr).splitlines() if line.strip()]
+    if not lines:
+        return f"says nothing, exit code {done.returncode}"
+    return lines[-1] if name == "nvcc" else lines[0]
+
+
+def _devices() -> dict[str, str]:
+    import torch
+
+    found = {"cpu threads": str(torch.get_num_threads())}
+    if not torch.cuda.is_available():
+        return {**found, "cuda": "torch sees no CUDA device"}
+    found["cuda"] = f"torch was built for CUDA {torch.version.cuda}"
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        memory = facts.total_memory / 2**30
+        found[f"cuda:{index}"] = f"{facts.name}, sm_{facts.major}{facts.minor}, {memory:.0f} GiB"
+    return found
+
+
+def _backends() -> dict[str, Any]:
+    from tvr.core.backend import NOT_INSTALLED
+    from tvr.core.loader import device_facts
+    from tvr.core.plugin_config import PluginConfig
+    from tvr.core.plugins import BackendManager
+
+    manager = BackendManager(PluginConfig.load(), device=device_facts("auto"))
+    rows = {}
+    for b in manager.explain()["backends"]:
+        origin = f" from {b['distribution']} {b['version']}" if b["distribution"] else ""
+        reasons = "".join(f"; {reason}" for reason in [*b["reasons"], *b["notes"]])
+        known = "" if b["status"] == NOT_INSTALLED else reasons
+        rows[f"backend {b['name']}"] = _without_paths(f"{b['status']}{origin}{known}")
+    return rows
+
+
+def _without_paths(text: str) -> str:
+    """Return `text` with this machine's folders left out; an import error may name them."""
+    for folder in sorted({p for p in [*sys.path, sys.prefix] if len(p) > 1}, key=len, reverse=True):
+        text = text.replace(folder, "...")
+    return text

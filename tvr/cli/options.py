@@ -1,0 +1,132 @@
+"""Options that commands share, and the engine they ask for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypedDict
+
+import typer
+
+if TYPE_CHECKING:
+    from tvr.core.llm import LLM
+
+#: `--model demo`; the default. A path or hub id of that name goes before it.
+DEMO = "demo"
+
+Model = Annotated[
+    str,
+    typer.Option(
+        metavar="MODEL",
+        help="A Hugging Face checkpoint directory, a .gguf file or a hub id; demo: the small model "
+        "that comes with tvr.",
+    ),
+]
+Backend = Annotated[
+    str, typer.Option(metavar="NAME", help="Backend put first; auto: the configured order.")
+]
+MaxTokens = Annotated[int, typer.Option(metavar="N", help="Most tokens of an answer.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="0: always the likeliest token; 1: as the model says. Default: 0, demo: 0.8.",
+    ),
+]
+TopP = Annotated[float, typer.Option(metavar="X", help="Sample from this much of the probability.")]
+TopK = Annotated[int, typer.Option(metavar="N", help="Sample from this many tokens; 0: all.")]
+Seed = Annotated[int, typer.Option(metavar="N", help="Equal seeds draw equal tokens.")]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Stop before this text; may be given again."),
+]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="System message of a chat.")]
+Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, float16 or bfloat16.")]
+Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda or cuda:N.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(metavar="N", help="Most tokens of prompt and answer together.")
+]
+LoadFormat = Annotated[
+    str, typer.Option(metavar="NAME", help="auto, safetensors, gguf, or dummy: random weights.")
+]
+Plugins = Annotated[str | None, typer.Option(metavar="FILE", help="A plugins.toml to use.")]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Refuse ops served by another than --backend.")
+]
+Stats = Annotated[bool, typer.Option("--stats", help="Print times, KV use and who served each op.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+class EngineOptions(TypedDict):
+    """The options of `open_llm` that go to the engine as they are."""
+
+    backend: str
+    dtype: str
+    device: str
+    max_model_len: int | None
+    load_format: str
+    plugins: str | None
+    strict: bool
+
+
+def model_path(model: str) -> Path:
+    """Return where `--model` lies on disk, fetched from the hub if need be."""
+    if model == DEMO and not Path(model).exists():
+        from tvr import demo
+
+        return demo.path()
+    from tvr.core.hub import resolve_model
+
+    return resolve_model(model)
+
+
+def temperature_for(model: str, temperature: float | None) -> float:
+    """Return `--temperature`, or its default: the demo model loops when greedy."""
+    if temperature is not None:
+        return temperature
+    return 0.8 if model == DEMO else 0.0
+
+
+def open_llm(
+    model: str,
+    *,
+    backend: str,
+    dtype: str,
+    device: str,
+    max_model_len: int | None,
+    load_format: str,
+    plugins: str | None,
+    strict: bool,
+    needs_tokenizer: bool = True,
+) -> LLM:
+    """Load the model and say which ops `backend`, named, does not serve.
+
+    Raises:
+        TvrError: as `LLM` does; or no tokenizer, found before the weights are read.
+    """
+    from tvr.cli.progress import loading_bar
+    from tvr.core.checkpoint_source import open_checkpoint
+    from tvr.core.llm import LLM
+    from tvr.core.plugin_config import find_config
+
+    path = model_path(model)
+    if needs_tokenizer:
+        open_checkpoint(path, load_format).require_tokenizer()
+    with loading_bar() as progress:
+        llm = LLM(
+            path,
+            backend=backend,
+            dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
+            load_format=load_format,
+            plugins=find_config(plugins, os.environ),
+            strict=strict,
+            progress=progress,
+        )
+    for passed in llm.parts.ops.passed_over:
+        if passed.backend == backend:
+            reasons = "; ".join(passed.reasons)
+            print(f"tvr: {backend} does not serve {passed.op}: {reasons}", file=sys.stderr)
+    return llm

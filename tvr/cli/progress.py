@@ -1,0 +1,73 @@
+"""Progress bars: on stderr, and only where it is a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+#: Loads that are over sooner show no bar.
+PATIENCE_S = 1.0
+
+
+@contextmanager
+def loading_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """Yield what to call with bytes read and bytes in all; None: nobody would see a bar."""
+    if not _is_terminal():
+        yield None
+        return
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+
+    bar = _bar(TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    task = bar.add_task("loading", total=None)
+    began: float | None = None
+
+    def report(done: int, total: int) -> None:
+        nonlocal began
+        began = time.monotonic() if began is None else began
+        if time.monotonic() - began >= PATIENCE_S:
+            bar.start()  # the first call draws it, later ones change nothing
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield report
+    finally:
+        bar.stop()
+
+
+@contextmanager
+def batch_bar(total: int, done: int) -> Iterator[Callable[[int, int], None]]:
+    """Yield what to call with lines done and tokens made so far."""
+    if not _is_terminal():
+        yield lambda done, tokens: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+    began = time.monotonic()
+    bar = _bar(
+        BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
+    )
+    task = bar.add_task("", total=total, completed=done)
+
+    def report(done: int, tokens: int) -> None:
+        speed = tokens / max(time.monotonic() - began, 1e-3)
+        bar.update(task, completed=done, description=f"{speed:.0f} tokens/s")
+
+    with bar:
+        yield report
+
+
+def _is_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _bar(*columns: object) -> Progress:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    return Progress(*columns, console=Console(stderr=True), transient=True)  # type: ignore[arg-type]
