@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Mapping
 
+from tvr.core.bad_words import bad_word_ids
 from tvr.core.batch import pack_step
 from tvr.core.engine_config import EngineConfig
 from tvr.core.loader import EngineParts
@@ -17,8 +19,10 @@ from tvr.core.request import Completion, Request
 from tvr.core.runner import Pending, RowState
 from tvr.core.sampler import child_seed
 from tvr.core.sampling_params import SamplingParams
-from tvr.core.schedule_output import Result, ScheduleOutput, SequenceUpdate
+from tvr.core.schedule_output import ScheduleOutput, SequenceUpdate
 from tvr.core.scheduler import Scheduler
+from tvr.core.step_extras import extras_of
+from tvr.core.step_result import StepResult, results_of
 from tvr.errors import ConfigError, PolicyError, RequestError
 
 
@@ -53,6 +57,7 @@ class Engine:
         self._inbox: deque[tuple[str, Request]] = deque()  # what to "add" and to "abort"
         self._requests: dict[str, Request] = {}
         self._completions: dict[str, tuple[Request, Completion]] = {}
+        self._special: set[str] = set()  # requests that want more of a step than tokens
         self._undelivered: dict[str, RequestOutput] = {}
         self._start()
 
@@ -112,8 +117,12 @@ class Engine:
         vocab_size = self.parts.model_config.vocab_size
         text, token_ids = prompt_token_ids(prompt, self.tokenizer, vocab_size)
         params.check_vocab(vocab_size)
-        if params.stop_strings and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and the checkpoint has none")
+        if self.tokenizer is None and (params.stop_strings or params.bad_words):
+            what = "stop strings" if params.stop_strings else "bad_words"
+            raise RequestError(f"{what} need a tokenizer, and the checkpoint has none")
+        bad_words: tuple[tuple[int, ...], ...] = ()
+        if self.tokenizer is not None and params.bad_words:
+            bad_words = bad_word_ids(self.tokenizer, params.bad_words, vocab_size)
         max_new = self.limits.max_model_len - len(token_ids)
         max_tokens = max_new if params.max_tokens is None else min(params.max_tokens, max_new)
         if max_tokens < 1:
@@ -131,6 +140,7 @@ class Engine:
             max_tokens=max_tokens,
             tokenizer=self.tokenizer,
             eos_token_ids=self.parts.eos_token_ids,
+            bad_words=bad_words,
             followed=followed,
             priority=priority,
         )
@@ -150,6 +160,8 @@ class Engine:
                         "wait for it to finish or choose another id"
                     )
             self._requests[request_id] = request
+            if request.is_special:
+                self._special.add(request_id)
             for completion in request.completions:
                 self._completions[completion.sequence.request_id] = (request, completion)
             self._inbox.append(("add", request))
@@ -239,12 +251,19 @@ class Engine:
                 ]
                 for e in prefills
             ]
-            return self._runner.submit(pack_step(output, token_ids, self._next_index), resets)
+            packed = pack_step(output, token_ids, self._next_index)
+            if self._special:
+                extras = extras_of(output, self._completions)
+                return self._runner.submit(packed, resets, extras)
+            return self._runner.submit(packed, resets)
         except Exception as error:
             return error
 
     def _row_state(self, row: int, sequence_id: str) -> RowState:
         request, completion = self._completions[sequence_id]
+        metrics = request.output.metrics
+        if metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = time.monotonic()
         tokens, num_prompt = completion.sequence.token_ids, completion.sequence.num_prompt_tokens
         return RowState(
             row=row,
@@ -252,17 +271,18 @@ class Engine:
             seed=completion.seed,
             prompt_token_ids=tokens[:num_prompt],
             output_token_ids=tokens[num_prompt:],
+            bad_words=request.bad_words,
         )
 
     def _collect(self) -> None:
         """Wait for the oldest step in flight and apply its results."""
         output, pending = self._in_flight[0]
-        tokens: list[int] = []
+        result = StepResult(tokens=[])
         failure = None
         try:
             if isinstance(pending, Exception):
                 raise pending
-            tokens = pending()
+            result = pending()
         except Exception as error:
             # Its text is enough: through its frames the traceback refers to the step's tensors,
             # and to the error itself, so that they would stay until the garbage collector runs.
@@ -276,7 +296,11 @@ class Engine:
         if failure is not None:
             updates = self._scheduler.fail_step(output.step_id, failure)
         else:
-            updates = self._scheduler.update(output.step_id, results_of(output, tokens))
+            for prompt, rows in result.prompts:
+                if not prompt.request.output.finished:
+                    prompt.request.add_prompt_logprobs(prompt.start, rows)
+            results = results_of(output, result.tokens, result.logprobs, result.errors)
+            updates = self._scheduler.update(output.step_id, results)
         self._apply(updates)
         self._torn = False
 
@@ -294,6 +318,7 @@ class Engine:
         if request.output.finished:
             with self._lock:
                 del self._requests[request.request_id]
+                self._special.discard(request.request_id)
                 for completion in request.completions:
                     del self._completions[completion.sequence.request_id]
 
@@ -345,15 +370,3 @@ class Engine:
                 self._closed = True
             self._end_all("abort")
             self._runner.close()
-
-
-def results_of(output: ScheduleOutput, tokens: list[int]) -> list[Result]:
-    """Return a step's results for `update`; a token of -1 is none, and ends its sequence."""
-    sampling = [e for e in output.entries if e.samples]
-    new_tuple = tuple.__new__  # half the time of Result(...), once for every token there is
-    return [
-        new_tuple(Result, (e.request_id, e.epoch, token, None, None))
-        if token >= 0
-        else Result(e.request_id, e.epoch, None, "the logits hold NaN or allow no token")
-        for e, token in zip(sampling, tokens, strict=True)
-    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,6 +76,15 @@ class LogprobTensors:
             tokens = torch.cat((tokens, top), dim=1)
             values = torch.cat((own, logprobs.gather(1, top)), dim=1)
         return cls(tokens, values.clamp(min=LOGPROB_FLOOR), ranks)
+
+    @classmethod
+    def cat(cls, parts: Sequence[LogprobTensors]) -> LogprobTensors:
+        """Return the rows of all `parts`, which have the same k."""
+        return cls(
+            torch.cat([part.ids for part in parts]),
+            torch.cat([part.values for part in parts]),
+            torch.cat([part.ranks for part in parts]),
+        )
 
     def on_host(self, num_tops: list[int]) -> list[RawLogprobs]:
         """Return each row, cut to as many of the likeliest as were asked for; waits for them."""

@@ -40,7 +40,8 @@ class Placement:
         spare = blocks.num_free - self._num_growable
         if seq.need_blocks > spare and not blocks.is_cached(seq.missing_key):
             return False  # as the last time: spares a waiting sequence a lookup in every step
-        hit = blocks.lookup(seq.token_ids, seq.cache_salt)
+        # Blocks that come from the cache come without logits.
+        hit = blocks.lookup([] if seq.prompt_logits else seq.token_ids, seq.cache_salt)
         shared = max(hit.block_ids, self._prompt_blocks(parent, seq), key=len)
         num_blocks = -(-len(seq.token_ids) // blocks.block_size)
         # A shared block that nobody owns so far is taken from the free ones, too.

@@ -6,7 +6,8 @@ import time
 from dataclasses import dataclass
 
 from tvr.core.detokenizer import IncrementalDetokenizer
-from tvr.core.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from tvr.core.logprobs import RawLogprobs
+from tvr.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tvr.core.sampling_params import SamplingParams
 from tvr.core.schedule_output import SequenceUpdate
 from tvr.core.sequence import Sequence
@@ -42,6 +43,7 @@ class Request:
         max_tokens: int,
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
+        bad_words: tuple[tuple[int, ...], ...] = (),
         followed: bool = False,
         priority: int = 0,
     ) -> None:
@@ -56,12 +58,16 @@ class Request:
             max_tokens: most new tokens, already limited by the context.
             tokenizer: None: outputs carry token ids only.
             eos_token_ids: the model's.
+            bad_words: token ids of the words that must not be generated.
             priority: smaller is more urgent.
             followed: whoever made it hands out its outputs, so the engine's `step` does not.
         """
         self.request_id = request_id
         self.followed = followed
         self.params = params
+        self.bad_words = bad_words
+        self._tokenizer = tokenizer
+        self._piece_texts: dict[int, str] = {}
         strings: list[str] = []
         #: Why a token of this id ended an answer; EOS ids that the user did not name have none.
         self._stop_reasons: dict[int, int | str] = {i: i for i in params.stop_token_ids or ()}
@@ -82,7 +88,9 @@ class Request:
                 min_tokens=params.min_tokens,
                 stop_token_ids=stop_ids,
                 priority=priority,
+                max_lag=0 if params.logits_processors else 1,
                 parent_id=None if index == 0 else self.completions[0].sequence.request_id,
+                prompt_logits=index == 0 and params.prompt_logprobs is not None,
             )
             detokenizer = None
             if tokenizer is not None:
@@ -107,6 +115,26 @@ class Request:
             outputs=[c.output for c in self.completions],
             metrics=RequestMetrics(arrival_time=time.monotonic()),
         )
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]
+        if params.prompt_logprobs is not None:
+            self.add_prompt_logprobs(1, [])
+
+    @property
+    def is_special(self) -> bool:
+        """Whether steps must be looked through for what it wants besides tokens."""
+        return self.params.prompt_logprobs is not None or bool(self.params.logits_processors)
+
+    def add_prompt_logprobs(self, start: int, rows: list[RawLogprobs]) -> None:
+        """Add those of the prompt's tokens from position `start` on.
+
+        Mutates: `output`, once all of them are there.
+        """
+        # A prompt that was preempted halfway comes again from its beginning.
+        new = rows[len(self._prompt_logprobs) - start :]
+        self._prompt_logprobs += [row.named(self._text_of_one) for row in new]
+        if len(self._prompt_logprobs) == len(self.output.prompt_token_ids):
+            self.output.prompt_logprobs = self._prompt_logprobs
+            self.completions[0].sequence.prompt_logits = False
 
     def apply(self, completion: Completion, update: SequenceUpdate) -> bool:
         """Add a step's result to the outputs.
@@ -128,6 +156,8 @@ class Request:
                 out.stop_reason = self._stop_reasons.get(token)
             text, stopped = self._text_of(completion, token, by_token)
             out.append(token, text)
+            if update.logprobs is not None:
+                self._add_logprobs(out, update.logprobs)
             if stopped is not None:
                 out.stop_reason = stopped
                 self._finish(completion, "stop")
@@ -149,6 +179,24 @@ class Request:
         if len(completion.output.token_ids) + 1 < self.params.min_tokens:
             return text, None  # too early for any stop
         return completion.stops.push(text)
+
+    def _add_logprobs(self, out: CompletionOutput, logprobs: object) -> None:
+        assert isinstance(logprobs, RawLogprobs)
+        if out.logprobs is None:
+            out.logprobs, out.cumulative_logprob = [], 0.0
+        assert out.cumulative_logprob is not None
+        out.logprobs.append(logprobs.named(self._text_of_one))
+        out.cumulative_logprob += logprobs.values[0]
+
+    def _text_of_one(self, token: int) -> str | None:
+        """Return a token's text in the middle of a text, whatever kind of token it is."""
+        if self._tokenizer is None:
+            return None
+        text = self._piece_texts.get(token)
+        if text is None:
+            detokenizer = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=False)
+            text = self._piece_texts[token] = detokenizer.push(token) + detokenizer.flush()
+        return text
 
     def _flush(self, completion: Completion) -> None:
         """Release what was held back: bytes that make no character, the beginning of a stop."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,15 @@ import torch
 from torch import Tensor
 
 from tvr.core.batch import DeviceTables, PackedStep
+from tvr.core.device_copy import to_device, to_index
 from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
+from tvr.core.logprobs import LogprobTensors
 from tvr.core.ops import OpTable
 from tvr.core.sampler import SamplerState, sample
 from tvr.core.sampling_params import SamplingParams
+from tvr.core.step_extras import PromptRows, StepExtras
+from tvr.core.step_result import DeviceResult, StepResult
 from tvr.errors import KernelError
 
 
@@ -35,10 +39,18 @@ class RowState:
     seed: int
     prompt_token_ids: list[int]
     output_token_ids: list[int]
+    bad_words: Sequence[tuple[int, ...]] = ()
 
 
-#: Waits for a step and returns its sampled tokens, one for each sampling entry; -1: no valid logit.
-Pending = Callable[[], list[int]]
+#: Waits for a step and returns its results.
+Pending = Callable[[], StepResult]
+
+#: Rows of a prompt's logits are computed this many at a time, or as many as there may be sequences
+#: if that is more: so they take no more memory than sampling does.
+PROMPT_LOGIT_ROWS = 64
+MAX_PROMPT_LOGIT_ROWS = 1024
+
+_NO_EXTRAS = StepExtras()
 
 
 def on_device(
@@ -71,40 +83,44 @@ class ModelRunner:
         self._stream = ops.stream
         num_rows = tables.last_token.shape[0]
         self._prompt_lens = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
+        self._prompt_logit_rows = min(max(PROMPT_LOGIT_ROWS, num_rows), MAX_PROMPT_LOGIT_ROWS)
         self._argmax = argmax
         self._worker: ThreadPoolExecutor | None = None
         if self._device.type == "cpu":
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="tvr-cpu-device")
 
-    def submit(self, packed: PackedStep, resets: Sequence[RowState]) -> Pending:
-        """Start a step and return a callable that waits for its tokens.
+    def submit(
+        self, packed: PackedStep, resets: Sequence[RowState], extras: StepExtras = _NO_EXTRAS
+    ) -> Pending:
+        """Start a step and return a callable that waits for its results.
 
         Args:
             packed: the step.
             resets: rows that change hands in it.
+            extras: what is wanted besides tokens.
 
         Raises:
             Exception: whatever the step raised, from this call or from the returned one.
         """
         if self._worker is not None:
-            return partial(_tokens_of, self._worker.submit(self._run, packed, resets))
+            return partial(_result_of, self._worker.submit(self._run, packed, resets, extras))
         # Whichever thread this is: its current device and stream may be others.
         with on_device(self._device, self._stream):
-            tokens = self._run(packed, resets)
-            on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            on_host.copy_(tokens, non_blocking=True)
+            pinned = self._run(packed, resets, extras).to_pinned()
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
 
-        def wait() -> list[int]:
+        def wait() -> StepResult:
             done.synchronize()
-            return on_host.tolist()
+            return pinned.on_host()
 
         return wait
 
     @torch.inference_mode()
-    def _run(self, packed: PackedStep, resets: Sequence[RowState]) -> Tensor:
-        """Compute one step; return its sampled tokens [R] int64."""
+    def _run(
+        self, packed: PackedStep, resets: Sequence[RowState], extras: StepExtras
+    ) -> DeviceResult:
+        """Compute one step."""
         for state in resets:
             # fill_: assigning a number to an element may wait for the device
             self._prompt_lens[state.row].fill_(len(state.prompt_token_ids))
@@ -114,15 +130,28 @@ class ModelRunner:
                 state.seed,
                 state.prompt_token_ids,
                 state.output_token_ids,
+                state.bad_words,
             )
         batch, rows = self._tables.prepare_step(packed)
+        if extras.prompts:
+            batch = replace(batch, logit_rows=_with_prompts(batch.logit_rows, extras.prompts))
         self._ops.plan(batch)
-        hidden = self._model.forward(batch, self._kv_cache)  # [R, hidden]
-        if packed.num_samples == 0:
-            return rows
-        logits = self._model.compute_logits(hidden)  # [R, vocab]
+        # [R, hidden], then a row for each prompt token asked about
+        hidden = self._model.forward(batch, self._kv_cache)
+        num_samples = packed.num_samples
+        prompt_logprobs = self._prompt_logprobs(hidden[num_samples:], extras.prompts)
+        result = DeviceResult(tokens=rows, prompts=extras.prompts, prompt_logprobs=prompt_logprobs)
+        if num_samples == 0:
+            return result
+        raw_logits = self._model.compute_logits(hidden[:num_samples])  # [R, vocab]
+        logits, errors = raw_logits, {}
+        if extras.processed:
+            logits = raw_logits.clone()
+            failures = {row.sequence_id: row.apply(logits) for row in extras.processed}
+            errors = {i: error for i, error in failures.items() if error is not None}
         # The token after position p is output number p + 1 - prompt length.
-        output_positions = batch.positions[batch.logit_rows] + 1 - self._prompt_lens[rows]
+        last = batch.logit_rows[:num_samples]
+        output_positions = batch.positions[last] + 1 - self._prompt_lens[rows]
         tokens = sample(
             logits,
             self._sampler,
@@ -134,7 +163,32 @@ class ModelRunner:
         # A row without a valid logit gives -1, whose request will end; until then its next
         # step may already be in flight and must not index the embedding with it.
         self._tables.last_token[rows] = tokens.clamp(min=0)
-        return tokens
+        places = self._sampler.wanted_logprobs(packed.sample_rows)
+        return replace(
+            result,
+            tokens=tokens,
+            errors=errors,
+            places=places,
+            logprobs=_sampled_logprobs(raw_logits, tokens, places),
+        )
+
+    def _prompt_logprobs(
+        self, hidden: Tensor, prompts: Sequence[PromptRows]
+    ) -> LogprobTensors | None:
+        """Return those of all the targets, in order; `hidden` has a row before each of them."""
+        if not prompts:
+            return None
+        targets = to_device([token for p in prompts for token in p.targets], self._device)
+        num_top = max(p.num_top for p in prompts)
+        parts = [
+            LogprobTensors.of(self._model.compute_logits(some), tokens, num_top)
+            for some, tokens in zip(
+                torch.split(hidden, self._prompt_logit_rows),
+                torch.split(targets, self._prompt_logit_rows),
+                strict=True,
+            )
+        ]
+        return LogprobTensors.cat(parts)
 
     def close(self) -> None:
         """Wait for the steps in flight, end the worker thread and let go of model and KV pool."""
@@ -143,11 +197,30 @@ class ModelRunner:
         del self._model, self._kv_cache, self._tables, self._sampler, self._argmax
 
 
-def _tokens_of(step: Future[Tensor]) -> list[int]:
-    """Wait for a step on the worker thread and return its tokens."""
+def _with_prompts(logit_rows: Tensor, prompts: Sequence[PromptRows]) -> Tensor:
+    """Return `logit_rows` and, behind them, the place before each target of `prompts`."""
+    more = [
+        torch.arange(p.first_token, p.first_token + len(p.targets), device=logit_rows.device)
+        for p in prompts
+    ]
+    return torch.cat((logit_rows, *more))
+
+
+def _sampled_logprobs(
+    logits: Tensor, tokens: Tensor, places: Sequence[tuple[int, int]]
+) -> LogprobTensors | None:
+    """Return those of the sampling entries in `places`."""
+    if not places:
+        return None
+    index = to_index([place for place, _ in places], len(logits), logits.device)
+    return LogprobTensors.of(logits[index], tokens[index], max(num for _, num in places))
+
+
+def _result_of(step: Future[DeviceResult]) -> StepResult:
+    """Wait for a step on the worker thread and return its results."""
     error = step.exception()
     if error is not None and not isinstance(error, Exception):
         # A plug-in's SystemExit, say. It must not end the process from here, nor be taken for an
         # interrupt of the thread that waits.
         raise KernelError(f"the step ended by {type(error).__name__}: {error}") from error
-    return step.result().tolist()
+    return step.result().on_host()

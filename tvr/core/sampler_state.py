@@ -169,6 +169,11 @@ class SamplerState:
         """Return what each of `rows` takes, from the host's mirror."""
         return [self._rows[row] for row in rows]
 
+    def wanted_logprobs(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """Return (place in `rows`, number of likeliest tokens) where logprobs are wanted."""
+        wanted = [(place, self._rows[row].logprobs) for place, row in enumerate(rows)]
+        return [(place, num_top) for place, num_top in wanted if num_top is not None]
+
     def adjust(
         self,
         logits: Tensor,

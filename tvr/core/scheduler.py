@@ -317,7 +317,7 @@ class Scheduler:
         if samples:
             step.sampling.append(seq)
             self._set_fast_until(seq)
-        row, rows = seq.row, int(samples)
+        row, rows = seq.row, num_tokens if seq.prompt_logits else int(samples)
         step.entries.append(
             Entry(seq.request_id, seq.epoch, row, start, num_tokens, samples, rows, new_block_ids)
         )

@@ -35,6 +35,8 @@ class Sequence:
             one shares.
         cache_salt: sequences share cached prefixes only with sequences of the same salt.
         priority: smaller is more urgent; for policies that look at it.
+        prompt_logits: logits of every position prefilled are wanted, so that no cached block will
+            do. May be set to False once they are there.
 
     Attributes:
         arrival: counts up over the sequences that a scheduler took in.
@@ -87,6 +89,7 @@ class Sequence:
         "num_scheduled",
         "parent_id",
         "priority",
+        "prompt_logits",
         "rank",
         "request_id",
         "row",
@@ -107,6 +110,7 @@ class Sequence:
         parent_id: str | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
+        prompt_logits: bool = False,
     ) -> None:
         self.request_id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -118,6 +122,7 @@ class Sequence:
         self.parent_id = parent_id
         self.cache_salt = cache_salt
         self.priority = priority
+        self.prompt_logits = prompt_logits
 
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
