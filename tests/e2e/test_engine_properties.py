@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from support.engines import (
     all_blocks_came_back,
@@ -32,6 +35,26 @@ SEEDED = [
 GREEDY = [greedy(24) for _ in LENGTHS]
 
 
+def after_an_even_token_no_odd_one(output_token_ids, logits):
+    if output_token_ids and output_token_ids[-1] % 2 == 0:
+        logits[1::2] = -torch.inf
+    return logits
+
+
+#: Every other thing that changes or watches a choice, on rows beside each other.
+RULES = [
+    {"logit_bias": {3: 4.0, 77: -100.0}},
+    {"allowed_token_ids": list(range(2, 60))},
+    {"logprobs": 3},
+    {"prompt_logprobs": 2, "logprobs": 0},
+    {"logits_processors": [after_an_even_token_no_odd_one]},
+    {"min_tokens": 24, "stop_token_ids": list(range(2, 20)), "logit_bias": {5: 3.0}},
+    {"allowed_token_ids": list(range(40, 131)), "repetition_penalty": 1.3, "logprobs": 20},
+    {"logits_processors": [after_an_even_token_no_odd_one], "prompt_logprobs": 0},
+]
+RULED = [replace(params, **rules) for params, rules in zip(SEEDED, RULES, strict=True)]
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return save_shape(tmp_path_factory.mktemp("model"))
@@ -47,7 +70,7 @@ def alone(checkpoint):
                 tokens_of(llm.generate(prompt, p))[0]
                 for prompt, p in zip(prompts, params, strict=True)
             ]
-            for params in (GREEDY, SEEDED)
+            for params in (GREEDY, SEEDED, RULED)
         }
 
 
@@ -57,7 +80,7 @@ def lag(request, monkeypatch):
         yield request.param
 
 
-@pytest.fixture(params=[GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.fixture(params=[GREEDY, SEEDED, RULED], ids=["greedy", "seeded", "ruled"])
 def params(request):
     return request.param
 
@@ -81,7 +104,11 @@ def test_a_prefix_hit_equals_a_miss(checkpoint, alone, lag, params):
         assert tokens_of(first) == tokens_of(again) == alone[id(params)]
         assert [o.num_cached_tokens for o in first] == [0] * len(LENGTHS)
         # Whole blocks only, and always one token left to compute.
-        assert [o.num_cached_tokens for o in again] == [(n - 1) // 16 * 16 for n in LENGTHS]
+        hits = [
+            0 if p.prompt_logprobs is not None else (n - 1) // 16 * 16
+            for n, p in zip(LENGTHS, params, strict=True)
+        ]
+        assert [o.num_cached_tokens for o in again] == hits
 
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cache", "no_cache"])
@@ -91,7 +118,8 @@ def test_preemption_does_not_show(checkpoint, alone, lag, params, caching, monke
     with engine(
         checkpoint,
         max_lag=lag,
-        num_blocks=16,
+        num_blocks=14,
+        max_model_len=128,
         enable_prefix_caching=caching,
     ) as llm:
         schedule = llm._scheduler.schedule
