@@ -38,6 +38,12 @@ def test_defaults_are_vllms():
         ("frequency_penalty", [-2.01, 2.01, math.inf, "0"], "-2 to 2"),
         ("stop", ["", [""], ["", "x"], ["x", 1], [None], 5, b"x", {"x": 1}], "string"),
         ("stop_token_ids", [5, "5", [-1], [1.0], [True], ["a"], [None]], "integers|list"),
+        ("allowed_token_ids", [5, "5", [-1], [1.0], [True], [None]], "integers|list"),
+        ("logit_bias", [5, [3], {-1: 0.0}, {"3": 1.0}, {3: "x"}, {3: math.nan}], "dict of token"),
+        ("bad_words", ["word", [""], [" "], ["a", 1], [b"x"], 5, {"x"}], "strings that are not"),
+        ("logits_processors", [len, [3], {"f": len}, "len"], "callables"),
+        ("logprobs", [-1, 21, 1.0, True, "5", 9_999_999], "0 to 20 or None"),
+        ("prompt_logprobs", [-1, 21, 0.0, False, "5"], "0 to 20 or None"),
         ("ignore_eos", [0, 1, None, "yes"], "True or False"),
         ("include_stop_str_in_output", [0, None], "True or False"),
         ("skip_special_tokens", [1, None], "True or False"),
@@ -75,6 +81,11 @@ def test_bad_value_is_refused_in_one_line_naming_field_value_and_what_is_allowed
         {"stop": []},
         {"stop_token_ids": [0, 5]},
         {"repetition_penalty": 0.5},
+        {"logprobs": 0, "prompt_logprobs": 20},
+        {"logit_bias": {}, "bad_words": [], "logits_processors": []},
+        {"logit_bias": {0: -math.inf, 7: 1}},
+        {"allowed_token_ids": {7, 9}},
+        {"logits_processors": (len,)},
         {"n": 16384},
     ],
 )
@@ -115,6 +126,27 @@ def test_stop_token_id_outside_the_vocabulary_is_refused():
     params.check_vocab(151646)
     with pytest.raises(RequestError, match=r"stop_token_ids holds 151645.* 0 to 128255"):
         params.check_vocab(128256)
+
+
+def test_ids_of_bias_and_allowed_tokens_must_be_the_models():
+    for name, value in (("logit_bias", {191222: -100}), ("allowed_token_ids", [3, 191222])):
+        params = SamplingParams(**{name: value})
+        params.check_vocab(191223)
+        with pytest.raises(RequestError, match=rf"{name} holds 191222.* 0 to 128255"):
+            params.check_vocab(128256)
+
+
+def test_allowing_no_token_is_refused():
+    with pytest.raises(RequestError, match="allowed_token_ids .* at least one token id"):
+        SamplingParams(allowed_token_ids=[])
+
+
+def test_bias_is_cut_to_a_hundred_and_kept_apart_from_the_callers():
+    bias = {1: 1000, 2: -math.inf, 3: 0.5, np.int64(4): np.float32(2)}
+    params = SamplingParams(logit_bias=bias)
+    bias[5] = 1.0
+    assert params.logit_bias == {1: 100.0, 2: -100.0, 3: 0.5, 4: 2.0}
+    assert [type(i) for i in params.logit_bias] == [int] * 4
 
 
 def test_numpy_scalars_become_pythons_own():
