@@ -57,9 +57,10 @@ def chat(
         strict=strict,
     ) as llm:
         has_template = llm.tokenizer is not None and llm.tokenizer.has_chat_template
+        conversation = Conversation(llm, params, chat=has_template, system=system)
         if not has_template:
             remark("the model has no chat template, so it continues each text and remembers none")
-        converse(Conversation(llm, params, chat=has_template, system=system), stats=stats)
+        converse(conversation, stats=stats)
 
 
 def converse(conversation: Conversation, *, stats: bool) -> None:

@@ -33,9 +33,9 @@ def run_command(conversation: Conversation, line: str) -> str | None:
         OSError: a file cannot be read or written.
     """
     name, _, argument = line[1:].partition(" ")
-    if name not in _COMMANDS:
+    if name not in COMMANDS:
         raise RequestError(f"there is no command /{name}; /help lists them")
-    return _COMMANDS[name](conversation, argument.strip())
+    return COMMANDS[name](conversation, argument.strip())
 
 
 def _help(conversation: Conversation, argument: str) -> None:
@@ -128,7 +128,7 @@ def _exit(conversation: Conversation, argument: str) -> None:
     raise EOFError
 
 
-_COMMANDS: dict[str, Callable[[Conversation, str], str | None]] = {
+COMMANDS: dict[str, Callable[[Conversation, str], str | None]] = {
     "help": _help,
     "reset": _reset,
     "system": _system,
