@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from tvr.errors import TvrError
 
 PACKAGES = (
     *("tvr", "torch", "numpy", "pluggy", "typer", "safetensors", "tokenizers", "jinja2", "rich"),
     *("gguf", "huggingface_hub", "transformers", "triton", "pycuda", "nvidia-cuda-nvcc"),
 )
 COMPILERS = ("nvcc", "cc", "c++")
+
+# An absolute path up to its last part; no URL.
+_FOLDERS = re.compile(r"""(?<![\w./:])(?:[A-Za-z]:)?(?:[\\/][^\\/\s:'"]+)+[\\/]""")
 
 
 def env(*, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
@@ -77,21 +85,29 @@ def _devices() -> dict[str, str]:
 def _backends() -> dict[str, Any]:
     from tvr.core.backend import NOT_INSTALLED
     from tvr.core.loader import device_facts
-    from tvr.core.plugin_config import PluginConfig
+    from tvr.core.plugin_config import PluginConfig, find_config
     from tvr.core.plugins import BackendManager
 
-    manager = BackendManager(PluginConfig.load(), device=device_facts("auto"))
+    try:
+        config = PluginConfig.load(find_config(None, os.environ))
+        manager = BackendManager(config, device=device_facts("auto"))
+    except TvrError as error:
+        return {"backends": without_paths(f"cannot be listed: {error}")}
     rows = {}
     for b in manager.explain()["backends"]:
         origin = f" from {b['distribution']} {b['version']}" if b["distribution"] else ""
         reasons = "".join(f"; {reason}" for reason in [*b["reasons"], *b["notes"]])
         known = "" if b["status"] == NOT_INSTALLED else reasons
-        rows[f"backend {b['name']}"] = _without_paths(f"{b['status']}{origin}{known}")
+        rows[f"backend {b['name']}"] = without_paths(f"{b['status']}{origin}{known}")
     return rows
 
 
-def _without_paths(text: str) -> str:
-    """Return `text` with this machine's folders left out; an import error may name them."""
-    for folder in sorted({p for p in [*sys.path, sys.prefix] if len(p) > 1}, key=len, reverse=True):
-        text = text.replace(folder, "...")
-    return text
+def without_paths(text: str) -> str:
+    """Return `text` without folders: an import error may name this machine's, and its user's."""
+    # What lies below a folder of packages is their own; below the user's, it is the user's.
+    known = dict.fromkeys([sys.prefix, *sys.path], "...")
+    known |= {str(Path.home()): "/~", str(Path.cwd()): "/~"}
+    for folder in sorted(known, key=len, reverse=True):
+        if len(folder) > 1:
+            text = text.replace(folder, known[folder])
+    return _FOLDERS.sub(".../", text)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from tvr.errors import TvrError
+from tvr.errors import ConfigError, TvrError
 
 if TYPE_CHECKING:
     from tvr.core.config import ModelConfig
@@ -28,7 +28,12 @@ def models(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the demo model, those in the Hugging Face cache, and those under a folder."""
+    """List the demo model, those in the Hugging Face cache, and those under a folder.
+
+    The first column is what `--model` takes.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; name one to look for models in")
     found = find_models(folder)
     if as_json:
         typer.echo(json.dumps([row._asdict() for row in found], indent=2))
@@ -62,13 +67,16 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _describe(name: str, source: str, path: Path) -> Found:
-    from tvr.core.checkpoint_source import open_checkpoint
+    from tvr.core.checkpoint import read_headers
+    from tvr.core.checkpoint_source import HuggingFaceCheckpoint, open_checkpoint
 
     try:
-        config = open_checkpoint(path).config
+        checkpoint = open_checkpoint(path)
+        if isinstance(checkpoint, HuggingFaceCheckpoint):
+            read_headers(path)  # a config alone is no model
     except (TvrError, OSError) as error:
         return Found(name, source, f"cannot be run: {error}", False)
-    return Found(name, source, _summary(config), True)
+    return Found(name, source, _summary(checkpoint.config), True)
 
 
 def _summary(config: ModelConfig) -> str:
