@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from pluggy import HookimplMarker
 
     from tvr.core.llm import LLM
-    from tvr.core.outputs import CompletionOutput, RequestOutput
+    from tvr.core.outputs import CompletionOutput, Logprob, RequestOutput
     from tvr.core.sampling_params import SamplingParams
 
     hookimpl: HookimplMarker
@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "Logprob",
     "RequestOutput",
     "SamplingParams",
     "__version__",
@@ -30,6 +31,7 @@ _LAZY = {
     "LLM": "tvr.core.llm",
     "SamplingParams": "tvr.core.sampling_params",
     "CompletionOutput": "tvr.core.outputs",
+    "Logprob": "tvr.core.outputs",
     "RequestOutput": "tvr.core.outputs",
     "hookimpl": "tvr.hookspecs",
 }

@@ -137,7 +137,7 @@ def test_ids_of_bias_and_allowed_tokens_must_be_the_models():
 
 
 def test_allowing_no_token_is_refused():
-    with pytest.raises(RequestError, match="allowed_token_ids .* at least one token id"):
+    with pytest.raises(RequestError, match=r"allowed_token_ids .* at least one token id"):
         SamplingParams(allowed_token_ids=[])
 
 

@@ -15,7 +15,7 @@ from tvr.core.llama import LlamaForCausalLM
 from tvr.core.ops import OpTable
 from tvr.core.runner import ModelRunner, RowState
 from tvr.core.sampler import SamplerState
-from tvr.core.sampling_params import SamplingParams
+from tvr.core.sampling_params import MAX_LOGPROBS, SamplingParams
 
 #: What grows with the context grows with its keys: a short chunk at its end shows that, in a
 #: fraction of the time of a long one.
@@ -23,7 +23,13 @@ TAIL_TOKENS = 64
 
 #: Every stage of sampling, at its dearest.
 DEAREST = SamplingParams(
-    temperature=0.8, top_p=0.9, presence_penalty=0.5, min_tokens=1, stop_token_ids=[0]
+    temperature=0.8,
+    top_p=0.9,
+    presence_penalty=0.5,
+    min_tokens=1,
+    stop_token_ids=[1],
+    allowed_token_ids=[0],
+    logprobs=MAX_LOGPROBS,
 )
 
 
