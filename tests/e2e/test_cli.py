@@ -1,9 +1,14 @@
-"""The command line, run as users run it: a process of its own, its streams and its exit code."""
+"""The command line, run as users run it: its streams and its exit code.
+
+What hangs on the process itself (signals, closed streams, encodings, paths of import) has one of
+its own; the rest runs in the test's.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +17,7 @@ import time
 import pytest
 import typer
 
+from support.cli import refused_here, run_here
 from support.engines import save_shape, save_text_model
 from support.plugins import install
 from tvr.cli.app import run_app
@@ -63,14 +69,15 @@ def test_run_continues_a_prompt_from_the_argument_and_from_stdin(model):
 
 def test_a_seed_fixes_the_sample_and_another_changes_it(model):
     def sample(seed):
-        return tvr("run", "x", "--model", model, *RUN, "--temperature", 1, "--seed", seed).stdout
+        more = ["--temperature", 1, "--seed", seed]
+        return run_here("run", "x", "--model", model, *RUN, *more).stdout
 
     assert sample(1) == sample(1) != sample(2)
 
 
 def test_chat_and_its_system_message_reach_the_model(model):
     plain, chat, system = (
-        tvr("run", "hello", "--model", model, "--max-tokens", 12, *more)
+        run_here("run", "hello", "--model", model, "--max-tokens", 12, *more)
         for more in (["--no-chat"], ["--chat"], ["--system", "be brief"])
     )
     assert [p.returncode for p in (plain, chat, system)] == [0, 0, 0]
@@ -78,11 +85,11 @@ def test_chat_and_its_system_message_reach_the_model(model):
 
 
 def test_a_dialogue_needs_a_terminal(model):
-    assert "no PROMPT" in refused("run", "--model", model)
+    assert "no PROMPT" in refused_here("run", "--model", model)
 
 
 def test_stats_say_times_memory_and_who_served_each_op(model):
-    done = tvr("run", "a dog", "--model", model, *RUN, "--stats")
+    done = run_here("run", "a dog", "--model", model, *RUN, "--stats")
     assert done.returncode == 0
     for word in ("TTFT", "tokens/s", "KV used", "KV pool", "op attention_decode", "torch"):
         assert word in done.stderr
@@ -146,17 +153,17 @@ def test_a_narrow_terminal_encoding_does_not_end_the_answer(model):
 
 
 def test_what_cannot_be_read_is_refused_in_one_line(tmp_path, model):
-    assert "config.json" in refused("run", "x", "--model", tmp_path)
+    assert "config.json" in refused_here("run", "x", "--model", tmp_path)
     missing = tmp_path / "nowhere"
-    assert str(missing) in refused("run", "x", "--model", missing)
-    assert "config.json" in refused("run", "x", "--model", model / "config.json")
+    assert str(missing) in refused_here("run", "x", "--model", missing)
+    assert "config.json" in refused_here("run", "x", "--model", model / "config.json")
     (tmp_path / "config.json").write_text("{")
-    assert "JSON" in refused("run", "x", "--model", tmp_path)
+    assert "JSON" in refused_here("run", "x", "--model", tmp_path)
 
 
 def test_a_directory_without_a_tokenizer_is_refused_for_text(tmp_path):
     path = save_shape(tmp_path)
-    assert "tokenizer.json" in refused("run", "x", "--model", path)
+    assert "tokenizer.json" in refused_here("run", "x", "--model", path)
 
 
 @pytest.mark.parametrize(
@@ -182,15 +189,49 @@ def test_a_directory_without_a_tokenizer_is_refused_for_text(tmp_path):
     ],
 )
 def test_bad_options_are_refused_in_one_line(model, args, message):
-    assert message in refused("run", "x", "--model", model, *args)
+    assert message in refused_here("run", "x", "--model", model, *args)
 
 
-def test_a_model_must_be_named():
-    assert "--model" in refused("run", "x")
+def test_without_a_model_the_demo_speaks_and_is_sampled(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    by_default, by_name = (
+        run_here("run", "ROMEO:", "--max-tokens", 60, *more) for more in ([], ["--model", "demo"])
+    )
+    assert (by_default.returncode, by_default.stderr) == (0, "")
+    assert by_default == by_name
+    assert re.search(r"^[A-Z]+:$", by_default.stdout, re.M)
+    greedy = run_here("run", "ROMEO:", "--max-tokens", 60, "--temperature", 0)
+    assert greedy.stdout != by_default.stdout
+    (tmp_path / "demo").mkdir()  # a folder of one's own goes first
+    assert "config.json" in refused_here("run", "ROMEO:", "--model", "demo")
+
+
+def test_a_run_without_a_prompt_is_a_dialogue_at_a_terminal(model):
+    """A pseudo-terminal is on stdin and stdout; each answer follows its question."""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [
+            *[sys.executable, "-m", "tvr", "run", "--model", str(model)],
+            *["--max-tokens", "4", "--stats"],
+        ],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+    )
+    os.close(theirs)
+    os.write(ours, b"hello\n\n/set max_tokens 2\nagain\n/exit\n")
+    stderr = process.communicate(timeout=TIMEOUT)[1].decode()
+    seen = os.read(ours, 65536).decode(errors="replace")
+    os.close(ours)
+    assert process.returncode == 0
+    assert seen.count("> ") >= 5
+    assert stderr.startswith("tvr: /help lists the commands")
+    assert re.findall(r"finish .* after (\d) tokens", stderr) == ["4", "2"]
 
 
 def test_a_prompt_past_the_context_is_refused_with_the_numbers(model):
-    line = refused("run", "-", "--model", model, "--no-chat", stdin="word " * 400)
+    line = refused_here("run", "-", "--model", model, "--no-chat", stdin="word " * 400)
     assert "256" in line
 
 
@@ -254,7 +295,7 @@ def test_a_cuda_device_is_refused_where_there_is_none(model):
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    assert "CUDA" in refused("run", "x", "--model", model, "--device", "cuda")
+    assert "CUDA" in refused_here("run", "x", "--model", model, "--device", "cuda")
 
 
 UNAVAILABLE = """
@@ -289,13 +330,13 @@ def test_a_backend_that_cannot_run_is_passed_over_and_refused_by_name(model, tmp
 
 
 def test_backends_lists_and_explains():
-    table = tvr("backends")
+    table = run_here("backends")
     assert table.returncode == 0
     assert "torch" in table.stdout
     assert "ok" in table.stdout
-    explained = tvr("backends", "--explain")
+    explained = run_here("backends", "--explain")
     assert "attention_decode: torch" in explained.stdout
-    data = json.loads(tvr("backends", "--explain", "--json").stdout)
+    data = json.loads(run_here("backends", "--explain", "--json").stdout)
     by_name = {b["name"]: b for b in data["backends"]}
     assert by_name["torch"]["status"] == "ok"
     assert {op["op"]: op["served_by"] for op in data["ops"]}["rope_kv_write"] == "torch"
@@ -304,4 +345,4 @@ def test_backends_lists_and_explains():
 def test_the_version_is_printed():
     from tvr import __version__
 
-    assert tvr("--version").stdout == f"tvr {__version__}\n"
+    assert run_here("--version").stdout == f"tvr {__version__}\n"

@@ -173,7 +173,7 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(model, many, tmp_
         patch.setattr(Results, "write", interrupted)
         done = run_here(*args)
     assert done.returncode == 130
-    assert done.stderr == "tvr: stopped after 7 of 40 lines; the same command goes on from there\n"
+    assert done.stderr == f"tvr: stopped; the same command goes on with what is in {output}\n"
     assert len(records(output.read_text())) == 7
     done = run_here(*args)
     assert done.returncode == 0
@@ -194,9 +194,8 @@ def test_ctrl_c_stops_a_batch_cleanly(model, many, tmp_path):
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     (line,) = stderr.splitlines()
-    assert line.startswith("tvr: stopped after ")
-    num_done = len(records(output.read_text()))
-    assert f" {num_done} of 40 lines" in line
+    assert line.startswith("tvr: stopped; ")
+    assert 0 < len(output.read_bytes().splitlines()) < 40
     assert run_here(*args).returncode == 0
     assert [r["id"] for r in records(output.read_text())] == list(range(40))
 

@@ -60,8 +60,8 @@ def run_batch(
                     num_tokens += record.get("usage", {}).get("completion_tokens", 0)
                     report(done, num_tokens)
             except KeyboardInterrupt:
-                again = "; the same command goes on from there" if as_json and output else ""
-                remark(f"stopped after {done} of {len(lines)} lines{again}")
+                if as_json and output is not None:
+                    remark(f"stopped; the same command goes on with what is in {output}")
                 raise
     if results.num_failed:
         where = '; see their "error"' if as_json else ""

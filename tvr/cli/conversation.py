@@ -71,9 +71,9 @@ class Conversation:
         stream = self.llm.stream(prompt, self.params)
         try:
             for output in stream:
-                grown = output.outputs[0].text
-                write(grown[len(printed) :])
-                printed = grown
+                piece = output.outputs[0].text[len(printed) :]
+                printed += piece  # first, for an interrupt may come as soon as it is seen
+                write(piece)
                 most_blocks = max(most_blocks, self.llm.stats()["num_used_blocks"])
         except KeyboardInterrupt:
             write("\n")

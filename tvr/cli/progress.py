@@ -26,18 +26,21 @@ def loading_bar() -> Iterator[Callable[[int, int], None] | None]:
     bar = _bar(TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     task = bar.add_task("loading", total=None)
     began: float | None = None
+    shown = False
 
     def report(done: int, total: int) -> None:
-        nonlocal began
+        nonlocal began, shown
         began = time.monotonic() if began is None else began
-        if time.monotonic() - began >= PATIENCE_S:
-            bar.start()  # the first call draws it, later ones change nothing
         bar.update(task, completed=done, total=total)
+        if not shown and time.monotonic() - began >= PATIENCE_S:
+            shown = True
+            bar.start()
 
     try:
         yield report
     finally:
-        bar.stop()
+        if shown:
+            bar.stop()
 
 
 @contextmanager
