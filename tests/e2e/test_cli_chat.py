@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -161,6 +162,24 @@ def test_a_prompt_past_the_context_is_one_line_and_the_chat_goes_on(model, tmp_p
     assert error.startswith("tvr: error: the prompt has ")
     assert "256" in error
     assert [m["content"] for m in saved(file)][::2] == ["one", "two"]
+
+
+def test_an_output_that_takes_nothing_ends_the_chat(model):
+    """Else the chat would try, and fail, for ever."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("this system has no /dev/full")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tvr", "chat", "--model", str(model)],
+            input="one\ntwo\n",
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == "tvr: error: [Errno 28] No space left on device"
 
 
 def test_bytes_that_are_no_text_are_one_line_too(model):

@@ -66,7 +66,8 @@ def chat(
 def converse(conversation: Conversation, *, stats: bool) -> None:
     """Read messages and write answers until the end of stdin or /exit.
 
-    Nothing that goes wrong with one message ends the chat, nor does Ctrl-C.
+    Nothing that goes wrong with one message ends the chat, nor does Ctrl-C. A stdin that cannot
+    be read or a stdout that cannot be written does.
     """
     from tvr.cli.commands import run_command
     from tvr.cli.stats import print_stats
@@ -99,9 +100,7 @@ def converse(conversation: Conversation, *, stats: bool) -> None:
         except KeyboardInterrupt:
             _give_back(conversation, before)
             remark("stopped; Ctrl-D or /exit ends the chat")
-        except BrokenPipeError:
-            raise
-        except (TvrError, OSError, UnicodeError) as error:
+        except (TvrError, UnicodeError) as error:
             _give_back(conversation, before)
             remark(f"error: {error}")
 

@@ -30,7 +30,6 @@ def run_command(conversation: Conversation, line: str) -> str | None:
     Raises:
         EOFError: the chat is to end.
         RequestError: no such command, or it cannot be done; the conversation is as it was.
-        OSError: a file cannot be read or written.
     """
     name, _, argument = line[1:].partition(" ")
     if name not in COMMANDS:
@@ -59,7 +58,11 @@ def _save(conversation: Conversation, argument: str) -> None:
     file = _file(argument)
     if file.exists():
         _read(file)  # overwrites nothing but a conversation
-    file.write_text(json.dumps(conversation.messages, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    text = json.dumps(conversation.messages, indent=2, ensure_ascii=False) + "\n"
+    try:
+        file.write_text(text, "utf-8")
+    except OSError as error:
+        raise RequestError(f"{file} cannot be written: {error.strerror}") from error
     remark(f"{len(conversation.messages)} messages are in {file}")
 
 
@@ -82,6 +85,8 @@ def _read(file: Path) -> list[Message]:
     try:
         messages = json.loads(file.read_text("utf-8"))
         return check_messages(messages) if messages != [] else []
+    except OSError as error:
+        raise RequestError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError, RequestError) as error:
         raise RequestError(f"{file} does not hold a conversation: {error}") from error
 

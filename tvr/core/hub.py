@@ -63,12 +63,12 @@ def resolve_model(model: str | PathLike[str]) -> Path:
 def cached_models() -> list[CachedModel]:
     """Return the models in the hub's local cache; none without the `huggingface_hub` package."""
     try:
-        from huggingface_hub import scan_cache_dir
+        from huggingface_hub import constants, scan_cache_dir
         from huggingface_hub.errors import CacheNotFound
     except ImportError:
         return []
     try:
-        cache = scan_cache_dir()
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
         return []
     found = []
