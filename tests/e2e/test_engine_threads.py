@@ -165,7 +165,8 @@ def test_many_requests_leave_nothing_behind(checkpoint):
             llm.abort(f"request {i}")
         drain(llm)
 
-    with engine(checkpoint, num_blocks=32) as llm:
+    # On the CPU: CUDA's caches of pinned memory and events grow as they like.
+    with engine(checkpoint, num_blocks=32, device="cpu") as llm:
         for _ in range(3):  # the prefix cache fills, buffers grow to their size
             serve(llm)
         gc.collect()

@@ -169,7 +169,7 @@ def test_packed_chunks_hand_out_blocks_in_turn():
 
 
 def test_the_engine_states_its_size(tmp_path):
-    with engine(save_shape(tmp_path), num_blocks=20, max_num_seqs=3) as llm:
+    with engine(save_shape(tmp_path), num_blocks=20, max_num_seqs=3, device="cpu") as llm:
         stated = str(llm.limits)
     assert "20 blocks of 16 = 320 tokens" in stated
     assert "context 256, at most 3 sequences and 2048 tokens a step" in stated

@@ -106,7 +106,10 @@ class ModelRunner:
             return partial(_result_of, self._worker.submit(self._run, packed, resets, extras))
         # Whichever thread this is: its current device and stream may be others.
         with on_device(self._device, self._stream):
-            pinned = self._run(packed, resets, extras).to_pinned()
+            try:
+                pinned = self._run(packed, resets, extras).to_pinned()
+            except SystemExit as error:
+                raise _ended_by(error) from error
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
 
@@ -220,7 +223,10 @@ def _result_of(step: Future[DeviceResult]) -> StepResult:
     """Wait for a step on the worker thread and return its results."""
     error = step.exception()
     if error is not None and not isinstance(error, Exception):
-        # A plug-in's SystemExit, say. It must not end the process from here, nor be taken for an
-        # interrupt of the thread that waits.
-        raise KernelError(f"the step ended by {type(error).__name__}: {error}") from error
+        raise _ended_by(error) from error
     return step.result().on_host()
+
+
+def _ended_by(error: BaseException) -> KernelError:
+    """Return what stands for a plug-in's SystemExit, which must not end the process from here."""
+    return KernelError(f"the step ended by {type(error).__name__}: {error}")
