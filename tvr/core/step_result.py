@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import compress, repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +16,9 @@ from tvr.core.schedule_output import Result, ScheduleOutput
 
 if TYPE_CHECKING:
     from tvr.core.step_extras import PromptRows
+
+#: Half the time of `Result(...)`, and needed once for every token there is.
+_new_result = partial(tuple.__new__, Result)
 
 _NO_TOKEN = "the logits hold NaN or allow no token"
 
@@ -103,14 +108,17 @@ def results_of(
         logprobs: the same, if any were asked for.
         errors: by sequence id, why there is no token, where that is known.
     """
-    sampling = [e for e in output.entries if e.samples]
-    new_tuple = tuple.__new__  # half the time of Result(...), once for every token there is
-    return [
-        new_tuple(Result, (e.request_id, e.epoch, token, None, row))
-        if token >= 0
-        else Result(e.request_id, e.epoch, None, (errors or {}).get(e.request_id, _NO_TOKEN))
-        for e, token, row in zip(sampling, tokens, logprobs or [None] * len(tokens), strict=True)
-    ]
+    ids, epochs, _, _, _, samples, _, _ = zip(*output.entries, strict=True)
+    columns = (compress(ids, samples), compress(epochs, samples), tokens)
+    rows = zip(*columns, repeat(None), logprobs or repeat(None), strict=False)
+    results = list(map(_new_result, rows))
+    assert len(results) == len(tokens), "a step has as many tokens as entries that sample"
+    if min(tokens, default=0) < 0:
+        for i, (request_id, epoch, token, _, _) in enumerate(results):
+            if token is not None and token < 0:
+                error = (errors or {}).get(request_id, _NO_TOKEN)
+                results[i] = Result(request_id, epoch, None, error)
+    return results
 
 
 def _to_pinned(tensor: Tensor) -> Tensor:
