@@ -201,8 +201,10 @@ def _attend_together(
 
     def gather(cache: Tensor) -> Tensor:  # [S, KVH, m, D] fp32
         blocks = _blocks(cache, block_ids.flatten(), kv_len)
-        blocks = blocks.view(num_seqs, num_blocks, *cache.shape[1:])
-        return blocks.transpose(1, 2).reshape(num_seqs, num_kv_heads, -1, head_dim).float()
+        blocks = blocks.view(num_seqs, num_blocks, *cache.shape[1:]).transpose(1, 2)
+        tokens = torch.empty(blocks.shape, dtype=torch.float32, device=q.device)
+        # One pass both orders and widens; `.float()` would keep the old order.
+        return tokens.copy_(blocks).view(num_seqs, num_kv_heads, -1, head_dim)
 
     grouped = (num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = (q.float().view(grouped) @ gather(k_cache).transpose(2, 3)).mul_(scale)
