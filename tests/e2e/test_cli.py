@@ -346,3 +346,32 @@ def test_the_version_is_printed():
     from tvr import __version__
 
     assert run_here("--version").stdout == f"tvr {__version__}\n"
+
+
+def test_with_stderr_closed_nothing_of_it_reaches_stdout(model):
+    command = [sys.executable, "-m", "tvr", "run", "a dog", "--model", str(model), "--stats"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", *command, "--max-tokens", "3", "--no-chat"],
+        stdout=subprocess.PIPE,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert b"TTFT" not in done.stdout
+    assert b"KV used" not in done.stdout
+
+
+def test_an_interrupt_while_importing_leaves_no_traceback():
+    code = (
+        "import builtins, tvr.cli\n"
+        "real = builtins.__import__\n"
+        "def interrupted(name, *args, **kwargs):\n"
+        "    if name == 'tvr.cli.app': raise KeyboardInterrupt\n"
+        "    return real(name, *args, **kwargs)\n"
+        "builtins.__import__ = interrupted\n"
+        "tvr.cli.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")

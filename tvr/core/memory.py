@@ -40,12 +40,18 @@ class Limits:
 
     def __str__(self) -> str:
         tokens = self.num_blocks * self.block_size
-        size = self.num_blocks * self.block_bytes / GIB
+        size = shown_bytes(self.num_blocks * self.block_bytes)
         return (
-            f"KV pool {size:.2f} GiB: {self.num_blocks} blocks of {self.block_size} = {tokens} "
+            f"KV pool {size}: {self.num_blocks} blocks of {self.block_size} = {tokens} "
             f"tokens; context {self.max_model_len}, at most {self.max_num_seqs} sequences and "
             f"{self.max_num_batched_tokens} tokens a step"
         )
+
+
+def shown_bytes(num_bytes: int) -> str:
+    """Return a size as people read it: in GiB, or in MiB where that would round to nothing."""
+    unit, name = (GIB, "GiB") if num_bytes >= GIB / 10 else (GIB / 1024, "MiB")
+    return f"{num_bytes / unit:.2f} {name}"
 
 
 def step_limits(config: EngineConfig, device_type: str) -> tuple[int, int]:
@@ -113,14 +119,14 @@ def size_pool(
         fits, where = config.num_blocks, f"num_blocks is {config.num_blocks}"
     else:
         fits = min(pool_bytes // block_bytes, contexts * needed)
-        where = f"{max(pool_bytes, 0) / GIB:.2f} GiB are left for the KV pool"
+        where = f"{shown_bytes(max(pool_bytes, 0))} are left for the KV pool"
     if fits < needed and config.max_model_len is None and fits * config.block_size >= 2:
         context = fits * config.block_size
         needed = fits
     if fits < needed:
         raise CapacityError(
             f"a context of {context} tokens needs {needed} KV blocks of {block_bytes} bytes "
-            f"({needed * block_bytes / GIB:.2f} GiB); {where}; lower max_model_len or block_size, "
+            f"({shown_bytes(needed * block_bytes)}); {where}; lower max_model_len or block_size, "
             "or make room"
         )
     return fits, context
