@@ -19,7 +19,7 @@ import typer
 
 from support.cli import refused_here, run_here
 from support.engines import save_shape, save_text_model
-from support.plugins import install
+from support.plugins import install, install_sample
 from tvr.cli.app import run_app
 
 TIMEOUT = 120
@@ -375,3 +375,15 @@ def test_an_interrupt_while_importing_leaves_no_traceback():
         [sys.executable, "-c", code], capture_output=True, timeout=TIMEOUT, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+def test_backends_explains_a_composed_op_part_by_part(tmp_path):
+    install_sample(tmp_path, "tvr_only_rope")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    text = tvr("backends", "--explain", "--backend", "only_rope", env=env).stdout
+    listed = next(line for line in text.splitlines() if line.startswith("only_rope "))
+    assert listed.split()[1] == "ok"
+    assert "rope_kv_write: only_rope + torch" in text
+    parts = text.split("rope_kv_write: only_rope + torch")[1].split("\n\n")[0]
+    assert "    rope: only_rope\n" in parts
+    assert "    kv_write: torch\n" in parts

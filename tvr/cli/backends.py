@@ -44,7 +44,7 @@ def backends(
     config = EngineConfig(backend=backend, dtype=dtype, device=device)
     facts = device_facts(config.device)
     manager, table = load_backends(config, facts, find_config(plugins, os.environ))
-    data = manager.explain()
+    data = manager.explain(table.backend)
     if explain:
         data["ops"] = table.explain_ops(_specs(model, config, facts.type))
     if as_json:
@@ -52,7 +52,9 @@ def backends(
         return
     _print_backends(data)
     if explain:
-        _print_ops(data["ops"])
+        for op in data["ops"]:
+            typer.echo()
+            _print_op(op)
 
 
 def _specs(model: str | None, config: EngineConfig, device_type: str) -> list[OpSpec]:
@@ -124,9 +126,11 @@ def _print_backends(data: dict[str, Any]) -> None:
         typer.echo(f"note: {note}")
 
 
-def _print_ops(ops: list[dict[str, Any]]) -> None:
-    for op in ops:
-        typer.echo(f"\n{op['op']}: {op['served_by'] or 'nobody'}")
-        for b in op["backends"]:
-            reasons = f": {'; '.join(b['reasons'])}" if b.get("reasons") else ""
-            typer.echo(f"  {b['name']:<12} {b['status']}{reasons}")
+def _print_op(op: dict[str, Any], indent: str = "") -> None:
+    """Print who serves an op and why others do not; under a composed op, the same of its parts."""
+    typer.echo(f"{indent}{op['op']}: {op['served_by'] or 'nobody'}")
+    for b in op["backends"]:
+        reasons = f": {'; '.join(b['reasons'])}" if b["reasons"] else ""
+        typer.echo(f"{indent}  {b['name']:<12} {b['status']}{reasons}")
+    for part in op["parts"]:
+        _print_op(part, indent + "    ")

@@ -14,8 +14,8 @@ from tvr.core.config import ModelConfig
 class Buffers:
     """Every layer's activations; one layer after the other uses the same memory.
 
-    Allocated once at the largest size, so that a step of T tokens, which uses the first T rows,
-    finds them at a fixed address. H query heads, KVH KV heads, D head_dim, I intermediate_size.
+    As large as the largest step so far, the start-up profile's on CUDA; a step of T tokens uses
+    the first T rows. H query heads, KVH KV heads, D head_dim, I intermediate_size.
 
     Attributes:
         residual: [T, hidden], the stream that layers add to.
