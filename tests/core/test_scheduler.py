@@ -43,6 +43,9 @@ def test_settings_that_cannot_work_are_refused(change, message):
         ([1], {"max_tokens": 0}, "max_tokens = 0, must be at least 1"),
         ([1], {"max_lag": 2}, "max_lag = 2"),
         ([1], {"max_lag": -1}, "max_lag = -1"),
+        ([1], {"max_tokens": 2.5}, "max_tokens = 2.5, must be a whole number"),
+        ([1], {"max_tokens": None}, "max_tokens = None, must be a whole number"),
+        ([1], {"min_tokens": "2"}, "min_tokens = '2', must be a whole number"),
         ([1] * 256, {"max_tokens": 1}, "prompt of 256 tokens .* max_model_len = 256 allows 255"),
         ([1] * 257, {"max_tokens": 1}, "prompt of 257 tokens"),
         (

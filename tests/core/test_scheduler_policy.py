@@ -17,7 +17,7 @@ from tvr.core import (
     SequenceStatus,
     ShortestPromptFirst,
 )
-from tvr.errors import ConfigError, PolicyError
+from tvr.errors import ConfigError, PolicyError, RequestError
 
 both_lags = pytest.mark.parametrize("lag", [0, 1])
 POLICIES = {
@@ -60,6 +60,17 @@ def test_urgent_sequences_are_admitted_first_and_keep_their_blocks(lag):
     assert preempted(loop)[:2] == ["late", "soon"]
     assert "oldest" not in preempted(loop)
     loop.assert_as_alone(*loop.sequences.values())
+
+
+@pytest.mark.parametrize("priority", ["high", None, float("nan"), 0.5])
+def test_a_priority_that_is_no_number_is_refused_and_costs_nobody_the_policy(priority):
+    """Taken in, it made the policy fail: one bad request set it aside for all the others."""
+    loop = Loop(policy=PriorityFirst())
+    with pytest.raises(RequestError, match=r"request 'bad': priority = .*, must be a whole number"):
+        loop.add("bad", [1, 2], priority=priority)
+    loop.add("good", [1, 2])
+    loop.drain()
+    assert type(loop.scheduler.policy) is PriorityFirst
 
 
 def test_a_sequence_waits_for_blocks_rather_than_take_those_of_one_that_outranks_it():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import Enum
+from numbers import Integral
 
 from tvr.core.prefix_cache import BlockKey
 from tvr.errors import RequestError
@@ -143,6 +144,9 @@ class Sequence:
             RequestError: it can never run there, or it has run already.
         """
         name, num_prompt = f"request {self.request_id!r}", self.num_prompt_tokens
+        for field in ("max_tokens", "min_tokens", "max_lag", "priority"):
+            if not isinstance(value := getattr(self, field), Integral):
+                raise RequestError(f"{name}: {field} = {value!r}, must be a whole number")
         if self.status is not SequenceStatus.WAITING:
             raise RequestError(f"{name} is {self.status.value} already: make a new Sequence")
         if not num_prompt:
