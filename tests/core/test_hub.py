@@ -72,10 +72,17 @@ def test_a_link_that_leads_nowhere_is_named_with_its_target(cache, plain, name):
     assert str(target) in str(caught.value)
 
 
-def test_a_snapshot_broken_off_is_completed_when_there_is_a_network(cache, plain, monkeypatch):
+SHARD = "model-00002-of-00002.safetensors"
+
+
+@pytest.mark.parametrize("missing", [None, SHARD, "tokenizer.json", "config.json"])
+def test_a_snapshot_broken_off_is_completed_when_there_is_a_network(
+    cache, plain, monkeypatch, missing
+):
     snapshot = into_cache(cache, "someone/small", plain)
-    shard = "model-00002-of-00002.safetensors"
-    (snapshot / shard).unlink()
+    (snapshot / "tokenizer.json").write_text("{}")
+    if missing is not None:
+        (snapshot / missing).unlink()
     asked = []
 
     def download(repo_id, *, local_files_only=False, **more):
@@ -83,10 +90,21 @@ def test_a_snapshot_broken_off_is_completed_when_there_is_a_network(cache, plain
         return str(snapshot)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert resolve_model("someone/small") == snapshot
+    assert asked == ([True] if missing is None else [True, False])
+
+
+def test_a_snapshot_broken_off_is_refused_naming_what_it_lacks_without_one(cache, plain):
+    snapshot = into_cache(cache, "someone/small", plain)
+    (snapshot / SHARD).unlink()
     path = resolve_model("someone/small")
-    assert asked == [True, False]
-    with pytest.raises(CheckpointError, match=shard):
+    with pytest.raises(CheckpointError, match=SHARD):
         open_checkpoint(path).load_weights(dtype="float32", device="cpu")
+
+
+def test_the_folder_of_a_user_who_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match="~no-such-user/m' cannot be used"):
+        resolve_model("~no-such-user/m")
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "a--b/c..d"])

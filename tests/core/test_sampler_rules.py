@@ -188,6 +188,14 @@ def test_a_row_with_nothing_left_gives_minus_one_and_harms_no_other():
     assert run(logits, [GREEDY] * 4, allowed=nothing) == [-1, plain[1], -1, int(logits[3].argmax())]
 
 
+def test_min_tokens_past_any_position_harms_no_neighbour():
+    """It once overflowed in the step's tensors, and every request of the step failed."""
+    logits = logits_of(2)
+    params = SamplingParams(temperature=0, max_tokens=None, min_tokens=10**30, stop_token_ids=[7])
+    logits[0, [EOS, 7, 9]] = torch.tensor([90.0, 80.0, 70.0])
+    assert run(logits, [params, GREEDY]) == [9, int(logits[1].argmax())]
+
+
 def test_a_bad_word_is_seen_across_steps_without_the_host():
     """The newest token counts at the very next step; a word may end where another begins."""
     logits = torch.zeros(1, VOCAB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def test_defaults_are_vllms():
         ("stop", ["", [""], ["", "x"], ["x", 1], [None], 5, b"x", {"x": 1}], "string"),
         ("stop_token_ids", [5, "5", [-1], [1.0], [True], ["a"], [None]], "integers|list"),
         ("allowed_token_ids", [5, "5", [-1], [1.0], [True], [None]], "integers|list"),
-        ("logit_bias", [5, [3], {-1: 0.0}, {"3": 1.0}, {3: "x"}, {3: math.nan}], "dict of token"),
+        ("logit_bias", [5, [3], {-1: 0.0}, {"-3": 1.0}, {3: "x"}, {3: math.nan}], "dict of token"),
         ("bad_words", ["word", [""], [" "], ["a", 1], [b"x"], 5, {"x"}], "strings that are not"),
         ("logits_processors", [len, [3], {"f": len}, "len"], "callables"),
         ("logprobs", [-1, 21, 1.0, True, "5", 9_999_999], "0 to 20 or None"),
@@ -83,7 +84,7 @@ def test_bad_value_is_refused_in_one_line_naming_field_value_and_what_is_allowed
         {"repetition_penalty": 0.5},
         {"logprobs": 0, "prompt_logprobs": 20},
         {"logit_bias": {}, "bad_words": [], "logits_processors": []},
-        {"logit_bias": {0: -math.inf, 7: 1}},
+        {"logit_bias": {0: -math.inf, 7: 1, "8": -(10**400)}},
         {"allowed_token_ids": {7, 9}},
         {"logits_processors": (len,)},
         {"n": 16384},
@@ -147,6 +148,21 @@ def test_bias_is_cut_to_a_hundred_and_kept_apart_from_the_callers():
     bias[5] = 1.0
     assert params.logit_bias == {1: 100.0, 2: -100.0, 3: 0.5, 4: 2.0}
     assert [type(i) for i in params.logit_bias] == [int] * 4
+
+
+def test_ids_of_bias_may_be_text_as_all_keys_of_json_are():
+    bias = json.loads('{"3": 5, "11": -1}')
+    assert SamplingParams(logit_bias=bias).logit_bias == {3: 5.0, 11: -1.0}
+    for key in ("", "x", "٣", "1.0", "9" * 5000):
+        with pytest.raises(RequestError, match="logit_bias is "):
+            SamplingParams(logit_bias={key: 1.0})
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "repetition_penalty"])
+def test_an_integer_too_large_for_a_float_is_refused_like_any_other(field):
+    """It once raised OverflowError, which ended a whole batch."""
+    with pytest.raises(RequestError, match=f"{field} is 1000"):
+        SamplingParams(**{field: 10**400})
 
 
 def test_numpy_scalars_become_pythons_own():

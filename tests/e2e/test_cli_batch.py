@@ -83,6 +83,7 @@ BAD = {
     '{"prompt": "a", "max_tokens": 0}': "max_tokens",
     '{"prompt": "a", "temprature": 1}': "temprature",
     '{"prompt": "a", "temperature": NaN}': "temperature",
+    '{"prompt": "a", "temperature": 1' + "0" * 400 + "}": "temperature",
     '{"prompt": "a", "id": [1]}': "id is",
     '{"prompt": "\\ud800"}': "not JSON",
     '{"prompt": "' + "word " * 400 + '"}': "256",
@@ -105,6 +106,30 @@ def test_a_bad_line_gets_an_error_in_its_place_and_the_others_go_on(model, tmp_p
         assert "outputs" not in bad
         assert len(good["outputs"][0]["token_ids"]) == 2
     assert "UTF-8" in found[-1]["error"]
+
+
+def test_a_failed_line_keeps_its_id(model, tmp_path):
+    lines = ({"id": 7, "prompt": "a", "top_p": 5}, {"prompt": "word " * 400, "id": "long"})
+    done = run_here(
+        *["run", "--input", jsonl(tmp_path / "in.jsonl", *lines), "--json", "--no-chat"],
+        *["--model", model],
+    )
+    assert [(r["id"], "error" in r) for r in records(done.stdout)] == [(7, True), ("long", True)]
+
+
+def test_every_kind_of_parameter_can_be_said_in_json(model, tmp_path):
+    fields = {"logit_bias": {"40": 100}, "allowed_token_ids": [40, 41], "bad_words": ["x"]}
+    line = {"prompt": "a", "max_tokens": 3, **fields}
+    done = run_here(
+        "run", "--input", jsonl(tmp_path / "in.jsonl", line), "--json", "--model", model
+    )
+    assert records(done.stdout)[0]["outputs"][0]["token_ids"] == [40, 40, 40]
+
+
+def test_a_system_message_without_a_chat_is_refused(model, tmp_path):
+    file = jsonl(tmp_path / "in.jsonl", {"prompt": "a"})
+    args = ["run", "--input", file, "--json", "--model", model, "--no-chat", "--system", "Hi"]
+    assert "--system needs a chat" in refused_here(*args)
 
 
 def test_prompts_a_line_give_texts_a_line(model, tmp_path):
@@ -207,7 +232,7 @@ def test_failed_lines_fail_a_resumed_run_too(model, tmp_path):
         assert run_here("run", "--input", file, "--json", "--output", output).returncode == 1
 
 
-@pytest.mark.parametrize("change", ["line", "order", "options", "fewer"])
+@pytest.mark.parametrize("change", ["line", "order", "options", "fewer", "half"])
 def test_an_output_of_another_input_is_refused_and_left_alone(model, tmp_path, change):
     lines = [{"prompt": "a", "max_tokens": 1}, {"prompt": "b", "max_tokens": 1}]
     file = jsonl(tmp_path / "in.jsonl", *lines)
@@ -221,6 +246,10 @@ def test_an_output_of_another_input_is_refused_and_left_alone(model, tmp_path, c
         jsonl(file, *reversed(lines))
     elif change == "fewer":
         jsonl(file, lines[0])
+    elif change == "half":
+        jsonl(file)
+        output.write_bytes(before[:20])
+        before = before[:20]
     else:
         args += ["--temperature", 0.5]
     assert "another input or of other options" in refused_here(*args)
@@ -236,13 +265,22 @@ def test_lines_added_to_the_input_are_added_to_the_output(model, tmp_path):
     assert [r["line"] for r in records((tmp_path / "out.jsonl").read_text())] == [1, 2]
 
 
+NOT_OURS = [
+    "a letter to a friend",
+    "a letter\nto a friend\n",
+    '{"prompt": "a"}\n',
+    '{"line": 1, "hash": "x", "outputs": [1]}\n',
+    "{",  # half of a result begins like that
+]
+
+
 def test_a_file_that_is_not_ours_is_never_written_over(model, tmp_path):
     file = jsonl(tmp_path / "in.jsonl", {"prompt": "a"})
-    for content in ("a letter to a friend", "a letter\nto a friend\n", '{"prompt": "a"}\n', "{"):
+    for content in NOT_OURS:
         other = tmp_path / "other.jsonl"
         other.write_text(content)
         args = ["run", "--input", file, "--model", model, "--output", other]
-        if content != "{":  # half of a result begins like that
+        if content != "{":
             assert "other.jsonl" in refused_here(*args, "--json")
         assert "is there already" in refused_here(*args)
         assert other.read_text() == content
@@ -256,6 +294,7 @@ def test_a_file_that_is_not_ours_is_never_written_over(model, tmp_path):
         (["a", "--input", "-"], "PROMPT and --input"),
         (["a", "--output", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--json"], "no PROMPT"),
+        (["a", "--json", "--stats"], "--stats is of one answer"),
         (["a", "--output", "."], "cannot be written"),
     ],
 )

@@ -97,10 +97,14 @@ def test_only_a_conversation_is_loaded_or_written_over(model, tmp_path):
         f"/load {tmp_path / 'nowhere'}",
         "/load",
         f"/save {tmp_path}",
+        f"/save {tmp_path / ('x' * 300)}",
+        *("/save a\0b", "/load a\0b", "/save ~no-such-user/a", "/load ~no-such-user/a"),
     )
     assert done.stdout == ""
-    assert done.stderr.count("does not hold a conversation") == 4
-    assert len(done.stderr.splitlines()) == 7
+    assert done.stderr.count("does not hold a conversation") == 5
+    assert done.stderr.count("cannot be written") == 2
+    assert done.stderr.count("no-such-user") == 2
+    assert len(done.stderr.splitlines()) == 12
     assert letter.read_text() == "dear friend"
 
 

@@ -305,6 +305,26 @@ def test_a_processor_sees_every_token_and_decides_the_next(checkpoint, lag):
         assert not llm._special
 
 
+def test_a_processor_may_give_a_number_past_the_largest_of_the_models_dtype(checkpoint, lag):
+    """In float16 it once became infinity, and the request failed."""
+
+    def only_twelve(output_token_ids, logits):
+        logits[12] = 1e9
+        return logits
+
+    def all_but_twelve(output_token_ids, logits):
+        logits[12] = -torch.inf
+        return logits
+
+    with engine(checkpoint, max_lag=lag, dtype="float16") as llm:
+        asked = [greedy(3, logits_processors=[only_twelve])]
+        asked.append(greedy(3, logits_processors=[only_twelve, all_but_twelve]))
+        first, second = tokens_of(llm.generate(prompts_of([20, 20]), asked))
+        assert first == [12, 12, 12]
+        assert len(second) == 3
+        assert 12 not in second
+
+
 @pytest.mark.parametrize(
     ("processor", "message"),
     [

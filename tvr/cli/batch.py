@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tvr.cli.batch_input import BatchOptions, BatchRequest, Line, request_of
+from tvr.cli.batch_input import (
+    BatchOptions,
+    Fields,
+    Line,
+    check_system,
+    fields_of,
+    name_of,
+    request_of,
+)
 from tvr.cli.batch_output import Record, Results, error_of, result_record
 from tvr.cli.output import remark
 from tvr.cli.progress import batch_bar
@@ -37,7 +45,7 @@ def run_batch(
         open_llm: loads the model; called only if there is something to do.
 
     Raises:
-        ConfigError: the output cannot be used.
+        ConfigError: the output cannot be used, or there is no chat for the system message.
         KeyboardInterrupt: with every result that was due written.
     """
     keys = [(line[0], options.hash_of(line)) for line in lines]
@@ -48,6 +56,7 @@ def run_batch(
         remark(f"{done} of {len(lines)} results are in {output} already")
     if todo:
         with results, open_llm() as llm, batch_bar(len(lines), done) as report:
+            check_system(llm, options)
             num_tokens = 0
             try:
                 for line, record in _in_order(llm, todo, options):
@@ -76,23 +85,24 @@ def _in_order(
     """Yield each line with its result, in order, each as soon as those before it are there."""
     # Enough that the scheduler never lacks one to admit, few enough to forget.
     max_live = 2 * llm.limits.max_num_seqs
-    live: dict[str, tuple[int, BatchRequest]] = {}
+    live: dict[str, tuple[int, Fields]] = {}
     ready: dict[int, Record] = {}
     num_added = num_yielded = 0
     while num_yielded < len(lines):
         while num_added < len(lines) and len(live) < max_live:
             index, name = num_added, f"line-{num_added}"
             num_added += 1
+            named: Fields = {}
             try:
-                request = request_of(lines[index], llm, options)
-                llm.add_request(name, request.prompt, request.params)
-                live[name] = (index, request)
+                fields = fields_of(lines[index], options)
+                named = name_of(fields)
+                llm.add_request(name, *request_of(fields, llm, options))
+                live[name] = (index, named)
             except TvrError as error:
-                ready[index] = {"error": str(error)}
+                ready[index] = {**named, "error": str(error)}
         for output in llm.step() if live else ():
             if output.finished:
-                index, request = live.pop(output.request_id)
-                named = {} if request.id is None else {"id": request.id}
+                index, named = live.pop(output.request_id)
                 ready[index] = {**named, **result_record(output)}
         while num_yielded in ready:
             yield lines[num_yielded], ready.pop(num_yielded)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tvr.cli.conversation import NO_SYSTEM
 from tvr.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 #: A line's number in its file, from 1, and its bytes without the line's end.
 Line = tuple[int, bytes]
+
+#: What a line says, by name.
+Fields = dict[str, Any]
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 
@@ -45,14 +49,6 @@ class BatchOptions(NamedTuple):
         return hashlib.sha256(text.encode("utf-8", "replace") + line[1]).hexdigest()[:16]
 
 
-class BatchRequest(NamedTuple):
-    """What a line asks for; `id` is the user's name for it, handed back with the result."""
-
-    id: str | int | None
-    prompt: Prompt
-    params: SamplingParams
-
-
 def read_lines(path: Path) -> list[Line]:
     """Return the lines of a file, or of stdin for "-", that are not blank.
 
@@ -72,27 +68,42 @@ def read_lines(path: Path) -> list[Line]:
     return [(i, line.rstrip(b"\r")) for i, line in enumerate(lines, 1) if line.strip()]
 
 
-def request_of(line: Line, llm: LLM, options: BatchOptions) -> BatchRequest:
-    """Return what `line` asks for.
+def fields_of(line: Line, options: BatchOptions) -> Fields:
+    """Return the fields of a line; a line of text has only a prompt.
 
     Raises:
-        TvrError: it is no request.
+        RequestError: it has none.
     """
     try:
         text = line[1].decode()
     except UnicodeDecodeError as error:
         raise RequestError(f"the line is not text: {error}; use UTF-8") from error
-    if not options.jsonl:
-        return BatchRequest(None, _laid_out(text, llm, options), options.params)
-    fields = _json_object(text)
-    identity = fields.pop("id", None)
-    if identity is not None and (isinstance(identity, bool) or not isinstance(identity, str | int)):
-        raise RequestError(f"id is {identity!r}; it must be text or a whole number")
+    return _json_object(text) if options.jsonl else {"prompt": text}
+
+
+def name_of(fields: Fields) -> Fields:
+    """Take the user's name for a line out of `fields`; return what hands it back.
+
+    Raises:
+        RequestError: it is no name.
+    """
+    name = fields.pop("id", None)
+    if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
+        raise RequestError(f"id is {name!r}; it must be text or a whole number")
+    return {} if name is None else {"id": name}
+
+
+def request_of(fields: Fields, llm: LLM, options: BatchOptions) -> tuple[Prompt, SamplingParams]:
+    """Return what `fields` ask for.
+
+    Raises:
+        TvrError: it is no request.
+    """
     given = [key for key in PROMPT_KEYS if key in fields]
     if len(given) != 1:
         found = " and ".join(given) or "none of them"
         raise RequestError(f"a line has one of {', '.join(PROMPT_KEYS)}; this one has {found}")
-    value = fields.pop(given[0])
+    value = fields[given[0]]
     prompt: Prompt
     if given[0] == "messages":
         prompt = llm.chat_prompt(value)
@@ -103,13 +114,20 @@ def request_of(line: Line, llm: LLM, options: BatchOptions) -> BatchRequest:
     else:
         raise RequestError(f"prompt is a {type(value).__name__}; it must be text")
     names = [field.name for field in dataclasses.fields(options.params)]
-    unknown = [key for key in fields if key not in names]
+    changes = {key: value for key, value in fields.items() if key != given[0]}
+    unknown = [key for key in changes if key not in names]
     if unknown:
         raise RequestError(f"there is no parameter {unknown[0]!r}; there are {', '.join(names)}")
-    return BatchRequest(identity, prompt, dataclasses.replace(options.params, **fields))
+    return prompt, dataclasses.replace(options.params, **changes)
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def check_system(llm: LLM, options: BatchOptions) -> None:
+    """Raise `ConfigError` if there is a system message and no chat to put it in."""
+    if options.system is not None and not _uses_chat(llm, options):
+        raise ConfigError(NO_SYSTEM)
+
+
+def _json_object(text: str) -> Fields:
     try:
         fields = json.loads(text)
         json.dumps(fields, ensure_ascii=False).encode()  # an escape may stand for no character
@@ -122,10 +140,13 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _laid_out(text: str, llm: LLM, options: BatchOptions) -> Prompt:
     """Return a text prompt as a chat, or as it is."""
-    chat = options.chat
-    if chat is None:
-        chat = llm.tokenizer is not None and llm.tokenizer.has_chat_template
-    if not chat:
+    if not _uses_chat(llm, options):
         return text
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     return llm.chat_prompt([*system, {"role": "user", "content": text}])
+
+
+def _uses_chat(llm: LLM, options: BatchOptions) -> bool:
+    if options.chat is not None:
+        return options.chat
+    return llm.tokenizer is not None and llm.tokenizer.has_chat_template

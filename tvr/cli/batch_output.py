@@ -20,6 +20,9 @@ Record = dict[str, Any]
 #: How each record begins, so that half of one is known as ours.
 _START = b'{"line": '
 
+#: What reading a line raises that holds something else.
+_NO_RECORD = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
 
 class Results:
     """Where results go: a file, or stdout.
@@ -67,17 +70,16 @@ class Results:
                 record = json.loads(line)
                 found = (record["line"], record["hash"])
                 failed = has_failed(record)
-            except (ValueError, LookupError, TypeError, RecursionError) as error:
+            except _NO_RECORD as error:
                 raise ConfigError(
                     f"--output {path}: line {index + 1} is no result of tvr run --json; name "
                     "another file"
                 ) from error
             if index >= len(keys) or found != tuple(keys[index]):
-                raise ConfigError(
-                    f"--output {path}: line {index + 1} is the result of another input or of "
-                    "other options; name another file, or remove it to begin anew"
-                )
+                raise _of_another_input(path, index)
             self.num_failed += failed
+        if rest and len(lines) >= len(keys):
+            raise _of_another_input(path, len(lines))
         self.num_done, self._size = len(lines), len(data) - len(rest)
 
     def __enter__(self) -> Results:
@@ -112,6 +114,13 @@ class Results:
             text = "".join(_one_line(output["text"]) + "\n" for output in outputs)
         self._file.write(text.encode())
         self._file.flush()
+
+
+def _of_another_input(path: Path, index: int) -> ConfigError:
+    return ConfigError(
+        f"--output {path}: line {index + 1} is the result of another input or of other options; "
+        "name another file, or remove it to begin anew"
+    )
 
 
 def has_failed(record: Record) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,13 +57,14 @@ def _system(conversation: Conversation, argument: str) -> None:
 
 def _save(conversation: Conversation, argument: str) -> None:
     file = _file(argument)
-    if file.exists():
-        _read(file)  # overwrites nothing but a conversation
     text = json.dumps(conversation.messages, indent=2, ensure_ascii=False) + "\n"
+    if os.path.exists(file):  # file.exists() may raise
+        _read(file)  # overwrites nothing but a conversation
     try:
         file.write_text(text, "utf-8")
-    except OSError as error:
-        raise RequestError(f"{file} cannot be written: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"{file} cannot be written: {reason}") from error
     remark(f"{len(conversation.messages)} messages are in {file}")
 
 
@@ -75,7 +77,10 @@ def _load(conversation: Conversation, argument: str) -> None:
 def _file(argument: str) -> Path:
     if not argument:
         raise RequestError("name a file, as in /save chat.json")
-    return Path(argument).expanduser()
+    try:
+        return Path(argument).expanduser()
+    except RuntimeError as error:  # there is no such user
+        raise RequestError(f"{argument} cannot be used: {error}") from error
 
 
 def _read(file: Path) -> list[Message]:

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
+NO_SYSTEM = "--system needs a chat; use it with --chat and a model with a template"
+
 
 class Conversation:
     """A chat that grows, or, without `chat`, texts that know nothing of each other.
@@ -30,9 +32,7 @@ class Conversation:
 
     def __init__(self, llm: LLM, params: SamplingParams, *, chat: bool, system: str | None) -> None:
         if system is not None and not chat:
-            raise ConfigError(
-                "--system needs a chat; use it with --chat and a model with a template"
-            )
+            raise ConfigError(NO_SYSTEM)
         self.llm = llm
         self.params = params
         self.chat = chat

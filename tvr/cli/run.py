@@ -97,6 +97,8 @@ def run(
         if prompt is None and is_batch:
             raise ConfigError("--json and --output need a PROMPT or --input")
     if is_batch:
+        if stats:
+            raise ConfigError("--stats is of one answer; use it without --input, --output, --json")
         from tvr.cli.batch import run_batch
         from tvr.cli.batch_input import BatchOptions, read_lines
 

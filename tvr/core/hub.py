@@ -34,7 +34,10 @@ def resolve_model(model: str | PathLike[str]) -> Path:
     Raises:
         ConfigError: `model` is no path and cannot be had from the hub; says what to do.
     """
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as error:  # there is no such user
+        raise ConfigError(f"model {model!r} cannot be used: {error}") from error
     if path.exists() or not isinstance(model, str) or not _HUB_ID.fullmatch(model):
         return path
     try:
@@ -80,8 +83,13 @@ def cached_models() -> list[CachedModel]:
 
 
 def _is_complete(path: Path) -> bool:
-    """Whether a snapshot has its config and weights; a download may have been broken off."""
+    """Whether a snapshot has config, weights and a tokenizer.
+
+    A download may have been broken off, or have been another program's, of the weights alone.
+    """
     if not (path / "config.json").exists():
+        return False
+    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         return False
     if not (path / INDEX_NAME).exists():
         return any(file.exists() for file in path.glob("*.safetensors"))

@@ -12,6 +12,7 @@ from torch import Tensor
 from tvr.core.device_copy import to_device, to_index
 from tvr.core.sampling_params import SamplingParams
 
+_INT64_MAX = (1 << 63) - 1
 _NO_TOKEN, _ANY_TOKEN = -1, -2  # in the table of last tokens; in the beginning of a bad word
 
 
@@ -82,7 +83,7 @@ class LogitRules:
         return RowRules(
             restricted=restricted,
             bad_words=longer,
-            min_tokens=params.min_tokens,
+            min_tokens=min(params.min_tokens, _INT64_MAX),  # any integer is allowed
             early_stops=tuple(sorted(early_stops)),
             bias=bias,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -45,7 +44,8 @@ class SamplingParams:
             logits and multiplies others. 1: off.
         presence_penalty: -2 to 2; subtracted from the logit of every token in the output.
         frequency_penalty: -2 to 2; subtracted once for each time the token is in the output.
-        logit_bias: added to the logits of these token ids; cut to -100 to 100.
+        logit_bias: added to the logits of these token ids; cut to -100 to 100. An id may be text
+            of digits, which is all that a key in JSON can be.
         bad_words: texts that are not generated, at the beginning of a word and within one.
         allowed_token_ids: no other tokens are generated.
         logprobs: log-probabilities of this many of the likeliest tokens (0 to 20) and of the
@@ -145,11 +145,13 @@ class SamplingParams:
         if bias is None:
             return
         if not isinstance(bias, Mapping) or not all(
-            _is_id(token_id) and _is_number(value) and not math.isnan(value)
+            (_is_id(token_id) or _is_id_text(token_id))
+            and _is_number(value)
+            and value == value  # no NaN
             for token_id, value in bias.items()
         ):
             raise self._error("logit_bias", "a dict of token ids to numbers, or None")
-        cut = {int(i): min(100.0, max(-100.0, float(value))) for i, value in bias.items()}
+        cut = {int(i): float(min(100, max(-100, value))) for i, value in bias.items()}
         object.__setattr__(self, "logit_bias", cut)
 
     def check_vocab(self, vocab_size: int) -> None:
@@ -191,12 +193,8 @@ class SamplingParams:
 
     def _check_number(self, name: str, low: float, high: float, *, above_low: bool = False) -> None:
         value = getattr(self, name)
-        if (
-            not _is_number(value)
-            or not math.isfinite(value)
-            or not low <= value <= high
-            or (above_low and value == low)
-        ):
+        # Compared as it is: neither NaN nor an integer too large for a float gets through.
+        if not _is_number(value) or not low <= value <= high or (above_low and value == low):
             allowed = f"above {low:g}, at most {high:g}" if above_low else f"{low:g} to {high:g}"
             raise self._error(name, f"a number {allowed}")
         object.__setattr__(self, name, float(value))
@@ -213,6 +211,10 @@ def _is_int(value: object) -> bool:
 
 def _is_id(value: object) -> bool:
     return _is_int(value) and value >= 0  # type: ignore[operator]
+
+
+def _is_id_text(value: object) -> bool:
+    return isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20
 
 
 def _is_number(value: object) -> bool:

@@ -66,7 +66,9 @@ class ProcessedRow:
             if not isinstance(changed, Tensor) or changed.shape != row.shape:
                 found = list(changed.shape) if isinstance(changed, Tensor) else type(changed)
                 raise TypeError(f"it must return logits of shape {list(row.shape)}, not {found}")
-            row.copy_(changed)
+            # A number past the dtype's largest stays one: infinity would be no logit.
+            most = torch.finfo(row.dtype).max
+            row.copy_(torch.where(changed.isinf(), changed, changed.clamp(-most, most)))
         except Exception as error:
             row.fill_(torch.nan)
             reason = " ".join(str(error).split())
