@@ -87,6 +87,10 @@ def test_a_snapshot_broken_off_is_completed_when_there_is_a_network(
 
     def download(repo_id, *, local_files_only=False, **more):
         asked.append(local_files_only)
+        if not local_files_only:
+            files = ["config.json", "model.safetensors", "consolidated.safetensors", "a.bin"]
+            wanted = huggingface_hub.utils.filter_repo_objects(files, **more)
+            assert list(wanted) == ["config.json", "model.safetensors"]
         return str(snapshot)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)

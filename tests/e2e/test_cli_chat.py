@@ -18,6 +18,9 @@ from tvr import LLM, SamplingParams
 from tvr.cli.commands import COMMANDS, HELP
 from tvr.cli.conversation import Conversation
 
+#: Too much for Python's parser.
+DEEP = f"/set top_k {'[' * 100_000}"
+
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, seed=0)
 
 
@@ -126,10 +129,14 @@ def test_settings_change_the_next_answers(model):
     assert "max_tokens 2" in done.stdout.splitlines()
     assert 'stop ["x", "y"]' in done.stdout.splitlines()
     assert 0 < len(chat(model, "/set max_tokens 2", "a").stdout) < len(chat(model, "a").stdout)
-    refused = chat(model, "/set nonsense 1", "/set temperature hot", "/set top_p 7", "/set n 2")
+    refused = chat(
+        model, "/set nonsense 1", "/set temperature hot", "/set top_p 7", "/set n 2", DEEP
+    )
     assert refused.stdout == ""
     for word, line in zip(
-        ("nonsense", "temperature", "top_p", "'n'"), refused.stderr.splitlines(), strict=True
+        ("nonsense", "temperature", "top_p", "'n'", "top_k"),
+        refused.stderr.splitlines(),
+        strict=True,
     ):
         assert line.startswith("tvr: error: ")
         assert word in line

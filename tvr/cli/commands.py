@@ -121,7 +121,7 @@ def _set(conversation: Conversation, argument: str) -> None:
         raise RequestError(f"there is no setting {name!r}; there are {', '.join(names)}")
     try:
         parsed = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         parsed = value.strip()  # a stop string needs no quotes
     conversation.params = dataclasses.replace(params, **{name: parsed})
 

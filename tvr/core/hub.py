@@ -15,6 +15,9 @@ from tvr.errors import CheckpointError, ConfigError
 #: What a snapshot is for; other forms of the weights stay where they are.
 FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
+#: Mistral's own form of the weights, as large as the other and beside it.
+OTHER_FORMS = ["consolidated*"]
+
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
@@ -53,7 +56,7 @@ def resolve_model(model: str | PathLike[str]) -> Path:
             cached = Path(snapshot_download(model, local_files_only=True, allow_patterns=FILES))
             if _is_complete(cached):
                 return cached
-        return Path(snapshot_download(model, allow_patterns=FILES))
+        return Path(snapshot_download(model, allow_patterns=FILES, ignore_patterns=OTHER_FORMS))
     # The library raises errors of its own, of its HTTP library and of the system.
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
