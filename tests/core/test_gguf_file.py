@@ -166,8 +166,10 @@ def test_damaged_metadata_is_refused_by_key(refuse):
     assert r"is 'a\nb'" in refuse(header(fields=field(7, b"\1", "a\nb"), counts=(0, 1)))
     twice = field(7, b"\1") * 2
     assert "key is there twice" in refuse(header(fields=twice, counts=(0, 2)))
-    alignment = field(4, struct.pack("<I", 0), "general.alignment")
-    assert "general.alignment is 0" in refuse(header(fields=alignment, counts=(0, 1)))
+    for number in (0, 33):
+        alignment = field(4, struct.pack("<I", number), "general.alignment")
+        message = refuse(header(fields=alignment, counts=(0, 1)))
+        assert f"general.alignment is {number}" in message
 
 
 def test_damaged_tensor_entries_are_refused_by_tensor(refuse):
@@ -181,6 +183,9 @@ def test_damaged_tensor_entries_are_refused_by_tensor(refuse):
     assert "w has rows of 33 numbers, which Q8_0" in refuse(entries(tensor_entry("w", [33], 8)))
     for dims, offset in (([2**32, 2**31], 0), ([2**64 - 1] * 4, 0), ([1], 2**64 - 1)):
         assert "tensor w ends at byte" in refuse(entries(tensor_entry("w", dims, 0, offset)))
+    shifted = refuse(entries(tensor_entry("w", [1], 0, 4)) + bytes(64))
+    assert "tensor w begins at byte" in shifted
+    assert "no multiple of general.alignment 32" in shifted
 
 
 def test_a_file_cut_anywhere_is_refused_by_what_is_missing(tmp_path):

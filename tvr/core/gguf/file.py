@@ -56,7 +56,7 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: Path) -> GGUFFile:
-        """Read the header of `path`. Of the tensors, only that they lie inside the file is checked.
+        """Read the header of `path`. Of the tensors, only where they lie in the file is checked.
 
         Raises:
             CheckpointError: not a GGUF file, of a version or byte order that is not read,
@@ -76,7 +76,7 @@ class GGUFFile:
         metadata = _read_metadata(cursor, num_fields)
         tensors = _read_tensors(cursor, num_tensors, path)
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if type(alignment) is not int or alignment < 1:
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             cursor.refuse(f"general.alignment is {alignment!r}")
         start = -(-cursor.position // alignment) * alignment
         tensors = {name: t._replace(offset=start + t.offset) for name, t in tensors.items()}
@@ -86,6 +86,11 @@ class GGUFFile:
                 raise CheckpointError(
                     f"{path} is truncated: tensor {name} ends at byte {end:,}, the file has "
                     f"{len(data):,}; download it again"
+                )
+            if tensor.offset % alignment:
+                cursor.refuse(
+                    f"tensor {name} begins at byte {tensor.offset:,}, which is no multiple of "
+                    f"general.alignment {alignment}"
                 )
         return cls(path=path, metadata=metadata, tensors=tensors)
 
