@@ -324,14 +324,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--archive", type=Path, metavar="FILE", help="a local source archive")
     options = parser.parse_args(arguments)
     try:
-        works = read_works(options.archive)
-    except FetchError as error:
+        options.out_dir.mkdir(parents=True, exist_ok=True)
+        for work, parts in read_works(options.archive).items():
+            (options.out_dir / f"{work}.txt").write_text("\n\n\n".join(parts) + "\n")
+            print(f"{work}: {len(parts)} parts, {sum(map(len, parts)):,} characters")
+    except (FetchError, OSError) as error:
         print(f"shakespeare: {error}", file=sys.stderr)
         return 2 if isinstance(error, Unreachable) else 1
-    options.out_dir.mkdir(parents=True, exist_ok=True)
-    for work, parts in works.items():
-        (options.out_dir / f"{work}.txt").write_text("\n\n\n".join(parts) + "\n")
-        print(f"{work}: {len(parts)} parts, {sum(map(len, parts)):,} characters")
     return 0
 
 

@@ -265,7 +265,6 @@ def train(recipe: Recipe, training: Text, held_out: Text, device: torch.device) 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out_dir: Path) -> None:
     """Write the directory; the same weights give the same bytes."""
-    out_dir.mkdir(parents=True, exist_ok=True)
     weights = {
         name: weight.to("cpu", torch.bfloat16).contiguous()
         for name, weight in sorted(model.state_dict().items())
@@ -291,6 +290,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out_dir: Path) -> None:
 
 def make(recipe: Recipe, archive: Path | None, device: torch.device, out_dir: Path) -> None:
     """Fetch the texts, train on them and write the model to `out_dir`."""
+    out_dir.mkdir(parents=True, exist_ok=True)  # at once: training is too long to fail afterwards
     parts, held_out_parts = split_parts(read_works(archive))
     tokenizer = train_tokenizer(parts)
     training, held_out = Text(parts, tokenizer), Text(held_out_parts, tokenizer)
@@ -315,7 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
     recipe = Recipe(epochs=options.epochs)
     try:
         make(recipe, options.archive, torch.device(options.device), options.out)
-    except FetchError as error:
+    except (FetchError, OSError) as error:
         print(f"train_demo: {error}", file=sys.stderr)
         return 2 if isinstance(error, Unreachable) else 1
     return 0

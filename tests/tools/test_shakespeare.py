@@ -93,6 +93,12 @@ def test_poems_lose_their_numbers_and_titles(shakespeare):
     assert shakespeare.poem_parts(text) == ["One,\ntwo.\n\nThree,\nfour."]
 
 
+def test_a_folder_that_cannot_be_is_refused_in_a_line(shakespeare, capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert shakespeare.main([str(tmp_path / "file" / "texts")]) == 1
+    assert re.fullmatch(r"shakespeare: .*file/texts'\n", capsys.readouterr().err)
+
+
 def test_all_works_come_out_in_one_form(tmp_path):
     done = subprocess.run(
         [sys.executable, TOOLS / "shakespeare.py", tmp_path],

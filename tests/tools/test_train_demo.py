@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,15 @@ def test_the_prompt_ends_in_the_token_that_stands_before_a_speech(train_demo):
     whole = tokenizer.encode("ROMEO:\nBut, soft!\n\nJULIET:\nAy me!").ids
     assert text.stream.tolist() == [*whole, tokenizer.token_to_id("<|end_of_text|>")]
     assert [tokenizer.decode([text.stream[i]])[0] for i in text.starts] == ["R", "J"]
+
+
+def test_a_folder_that_cannot_be_is_refused_before_the_training(
+    train_demo, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(train_demo, "read_works", lambda _: pytest.fail("it went on"))
+    (tmp_path / "file").write_text("")
+    assert train_demo.main(["--out", str(tmp_path / "file" / "model")]) == 1
+    assert re.fullmatch(r"train_demo: .*file/model'\n", capsys.readouterr().err)
 
 
 def test_a_few_steps_on_a_small_text_write_a_model_that_loads(train_demo, monkeypatch, tmp_path):
