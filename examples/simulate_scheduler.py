@@ -275,7 +275,10 @@ def plot(runs: dict[str, Run], args: argparse.Namespace, path: Path) -> None:
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
     figure.align_ylabels()
-    figure.savefig(path, dpi=100)
+    try:
+        figure.savefig(path, dpi=100)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--plot {path}: {error}") from error
 
 
 def find_policy(name: str) -> SchedulingPolicy:
@@ -287,15 +290,23 @@ def find_policy(name: str) -> SchedulingPolicy:
         return POLICIES[name]()
     try:
         make: Callable[[], SchedulingPolicy] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        return make()
+    except (ImportError, AttributeError, TypeError) as error:
         raise SystemExit(f"policy {name!r} cannot be had: {error}") from error
-    return make()
 
 
 def count(text: str) -> int:
     """Read an argument that is a whole number above 0."""
     value = int(text)
     if value < 1:
+        raise ValueError
+    return value
+
+
+def fraction(text: str) -> float:
+    """Read an argument that is a number from 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
         raise ValueError
     return value
 
@@ -319,8 +330,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rate", type=amount, default=20.0, help="requests a second")
     add("--prompt", type=amount, default=120, help="median prompt tokens, without prefix")
     add("--output", type=amount, default=60, help="median output tokens")
-    add("--prefix", type=int, default=96, help="tokens of a shared prefix")
-    add("--shared", type=float, default=0.5, help="share of the requests that have one")
+    add("--prefix", type=count, default=96, help="tokens of a shared prefix")
+    add("--shared", type=fraction, default=0.5, help="share of the requests that have one")
     add("--blocks", type=count, default=120, help="KV blocks of 16 tokens")
     add("--rows", type=count, default=16, help="most requests running at a time")
     add("--budget", type=count, default=256, help="most tokens in a step")

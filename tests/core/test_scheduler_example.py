@@ -83,12 +83,25 @@ def test_the_picture_is_drawn(tmp_path):
     assert len(picture) > 10_000
 
 
+@pytest.mark.parametrize("path", ["no/such/folder/out.png", "out.foo"])
+def test_a_picture_that_cannot_be_written_is_refused_in_a_line(tmp_path, path):
+    pytest.importorskip("matplotlib")
+    done = simulate("--num-requests", "2", "--plot", path, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"--plot {path}: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["--policies", "fast"], "policy 'fast' is not known; use fcfs, shortest or MODULE:CLASS"),
         (["--policies", "no_such_module:X"], "cannot be had: No module named 'no_such_module'"),
         (["--policies", "json:X"], "cannot be had: module 'json' has no attribute 'X'"),
+        (["--policies", "json:loads"], "policy 'json:loads' cannot be had: loads() missing 1"),
+        (["--policies", "math:pi"], "policy 'math:pi' cannot be had: 'float' object is not"),
+        (["--shared", "2"], "argument --shared: invalid fraction value: '2'"),
+        (["--prefix", "-5"], "argument --prefix: invalid count value: '-5'"),
         (["--blocks", "3"], "error: request '0' can never fit"),
         (["--num-requests", "0"], "argument --num-requests: invalid count value: '0'"),
         (["--rate", "nan"], "argument --rate: invalid amount value: 'nan'"),
