@@ -13,14 +13,25 @@ def bad_word_ids(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the token ids of each word, with a space before it and without.
 
+    Some tokenizers (Llama 2) put a space before every text, so the word is spelt behind a line
+    break too, where there is none.
+
     Raises:
         RequestError: a word needs a token that the model has no logit for.
     """
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    line_break = encode("\n")
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         bare = word.lstrip()
-        for text in (bare, f" {bare}"):
-            ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+        spellings = [encode(bare), encode(f" {bare}")]
+        behind = encode(f"\n{bare}")
+        if behind[: len(line_break)] == line_break:
+            spellings.append(behind[len(line_break) :])
+        for ids in spellings:
             if max(ids, default=0) >= vocab_size:
                 raise RequestError(
                     f"bad_words holds {word!r}, token {max(ids)}; "
