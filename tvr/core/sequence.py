@@ -35,7 +35,7 @@ class Sequence:
         parent_id: the first sequence of the same request (n > 1), whose full prompt blocks this
             one shares.
         cache_salt: sequences share cached prefixes only with sequences of the same salt.
-        priority: smaller is more urgent; for policies that look at it.
+        priority: a whole number, smaller is more urgent; for policies that look at it.
         prompt_logits: logits of every position prefilled are wanted, so that no cached block will
             do. May be set to False once they are there.
 
