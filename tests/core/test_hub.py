@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,19 @@ def test_a_snapshot_broken_off_is_refused_naming_what_it_lacks_without_one(cache
 def test_the_folder_of_a_user_who_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="~no-such-user/m' cannot be used"):
         resolve_model("~no-such-user/m")
+
+
+def test_the_snapshot_listed_is_the_one_that_loads(cache, plain):
+    """Another revision may have been fetched later."""
+    snapshot = into_cache(cache, "someone/small", plain)
+    other = snapshot.parent / COMMIT[::-1]
+    other.mkdir()
+    blob = snapshot.parents[1] / "blobs" / "later"
+    blob.write_text("{}")
+    os.utime(blob, (2e9, 2e9))
+    (other / "config.json").symlink_to(Path("..", "..", "blobs", "later"))
+    (model,) = cached_models()
+    assert model.path == snapshot == resolve_model("someone/small")
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "a--b/c..d"])

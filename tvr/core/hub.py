@@ -22,7 +22,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 class CachedModel(NamedTuple):
-    """A model in the hub's local cache: its id, its newest snapshot, bytes on disk."""
+    """A model in the hub's local cache: its id, its main or newest snapshot, bytes on disk."""
 
     repo_id: str
     path: Path
@@ -80,8 +80,9 @@ def cached_models() -> list[CachedModel]:
     found = []
     for repo in cache.repos:
         if repo.repo_type == "model" and repo.revisions:
-            newest = max(repo.revisions, key=lambda r: r.last_modified)
-            found.append(CachedModel(repo.repo_id, newest.snapshot_path, newest.size_on_disk))
+            # The main one is what `resolve_model` takes.
+            best = max(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified))
+            found.append(CachedModel(repo.repo_id, best.snapshot_path, best.size_on_disk))
     return sorted(found)
 
 
