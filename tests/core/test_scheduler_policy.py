@@ -328,7 +328,7 @@ TROUBLES = [
     ("prefill_budget", -1, "prefill_budget returned -1, not a whole number of tokens, 0 or more"),
     ("prefill_budget", 3.5, "prefill_budget returned 3.5, not a whole number"),
     ("prefill_budget", None, "prefill_budget returned None"),
-    ("prefill_budget", RuntimeError("oops"), "prefill_budget raised RuntimeError: oops"),
+    ("prefill_budget", RuntimeError("oo\nps"), "prefill_budget raised RuntimeError: oo ps"),
 ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -331,6 +332,7 @@ def test_a_processor_may_give_a_number_past_the_largest_of_the_models_dtype(chec
         (lambda ids, logits: 1 / 0, "a logits processor failed: ZeroDivisionError"),
         (lambda ids, logits: logits[:5], r"shape \[131\], not \[5\]"),
         (lambda ids, logits: None, "NoneType"),
+        (lambda ids, logits: sys.exit(3), "a logits processor failed: SystemExit: 3"),
     ],
 )
 def test_a_failing_processor_ends_its_request_alone(checkpoint, lag, processor, message):

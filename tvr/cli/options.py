@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
@@ -88,6 +90,12 @@ def temperature_for(model: str, temperature: float | None) -> float:
     return 0.8 if model == DEMO else 0.0
 
 
+def allow_interrupts() -> None:
+    """From here on, Ctrl-C raises KeyboardInterrupt in the main thread."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def open_llm(
     model: str,
     *,
@@ -129,4 +137,5 @@ def open_llm(
         if passed.backend == backend:
             reasons = "; ".join(passed.reasons)
             print(f"tvr: {backend} does not serve {passed.op}: {reasons}", file=sys.stderr)
+    allow_interrupts()
     return llm

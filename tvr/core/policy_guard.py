@@ -132,7 +132,8 @@ class PolicyGuard:
         try:
             answer: object = getattr(self._policy, question)(*args)
         except Exception as error:
-            self._fail(f"{question} raised {type(error).__name__}: {error}", error)
+            reason = " ".join(str(error).split())
+            self._fail(f"{question} raised {type(error).__name__}: {reason}", error)
         return answer
 
     def _refuse(self, question: str, answer: object, allowed: str) -> NoReturn:

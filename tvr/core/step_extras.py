@@ -69,7 +69,7 @@ class ProcessedRow:
             # A number past the dtype's largest stays one: infinity would be no logit.
             most = torch.finfo(row.dtype).max
             row.copy_(torch.where(changed.isinf(), changed, changed.clamp(-most, most)))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             row.fill_(torch.nan)
             reason = " ".join(str(error).split())
             return f"a logits processor failed: {type(error).__name__}: {reason}"
