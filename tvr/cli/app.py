@@ -57,8 +57,11 @@ def run_app(app: typer.Typer, arguments: list[str]) -> int:
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
-    except (BrokenPipeError, SystemExit):  # typer turns the one into the other
-        # The reader of our output went away; nothing is left to say, not even at exit.
+    except (BrokenPipeError, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:
+            return 0  # typer has printed a shell's completions
+        # The reader of our output went away, which typer may tell by SystemExit; nothing is left
+        # to say, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_ERROR
     except typer.TyperException as error:
