@@ -159,7 +159,7 @@ def test_kv_cache_has_the_contracts_layout_and_the_size_it_states(dtype):
     assert {tuple(pool.shape) for pool in pools} == {(5, 2, 8, 16)}
     assert len({pool.data_ptr() for pool in pools}) == 2 * CONFIG.num_layers
     num_bytes = sum(pool.numel() * pool.element_size() for pool in pools)
-    assert num_bytes == 5 * KVCache.bytes_per_block(CONFIG, 8, dtype)
+    assert num_bytes == 5 * CONFIG.kv_bytes_per_block(8, dtype)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -168,7 +168,7 @@ def test_a_kv_cache_on_the_cpu_takes_memory_only_as_it_is_used():
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     before = resident_bytes()
-    num_blocks = 2**28 // KVCache.bytes_per_block(CONFIG, 16, "bfloat16")
+    num_blocks = 2**28 // CONFIG.kv_bytes_per_block(16, "bfloat16")
     cache = KVCache.allocate(CONFIG, num_blocks, 16, "bfloat16", "cpu")
     assert resident_bytes() - before < 2**24
     assert not cache.layers[0][0].any()

@@ -10,6 +10,7 @@ import torch
 from support.engines import (
     all_blocks_came_back,
     delays,
+    drain,
     engine,
     greedy,
     prompts_of,
@@ -36,14 +37,6 @@ def text_checkpoint(tmp_path_factory):
 def llm(checkpoint, request, monkeypatch):
     with delays(monkeypatch), engine(checkpoint, max_lag=request.param) as llm:
         yield llm
-
-
-def drain(llm):
-    """Step to the end; return every output object seen, by id."""
-    seen = {}
-    while llm.has_unfinished_requests():
-        seen.update({o.request_id: o for o in llm.step()})
-    return seen
 
 
 def test_one_token_asked_for_is_one_token_made_in_one_step(llm, monkeypatch):

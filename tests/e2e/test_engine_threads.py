@@ -12,6 +12,7 @@ import pytest
 from support.engines import (
     all_blocks_came_back,
     delays,
+    drain,
     engine,
     greedy,
     prompts_of,
@@ -31,14 +32,6 @@ def checkpoint(tmp_path_factory):
 def llm(checkpoint, request, monkeypatch):
     with delays(monkeypatch), engine(checkpoint, max_lag=request.param) as llm:
         yield llm
-
-
-def drain(llm):
-    """Step to the end; return every output object seen, by id."""
-    seen = {}
-    while llm.has_unfinished_requests():
-        seen.update({o.request_id: o for o in llm.step()})
-    return seen
 
 
 def test_requests_and_aborts_may_come_from_other_threads(llm):

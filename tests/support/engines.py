@@ -72,6 +72,14 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+def drain(llm: LLM) -> dict[str, RequestOutput]:
+    """Step to the end; return every output object seen, by id."""
+    seen: dict[str, RequestOutput] = {}
+    while llm.has_unfinished_requests():
+        seen.update({o.request_id: o for o in llm.step()})
+    return seen
+
+
 def all_blocks_came_back(llm: LLM) -> bool:
     """Whether nothing is used or held any more."""
     counts = llm._scheduler.block_manager.counts()

@@ -53,14 +53,9 @@ class KVCache:
             return cls(layers=[(pool(), pool()) for _ in range(config.num_layers)])
         # A CUDA OutOfMemoryError is a RuntimeError; numpy raises a ValueError past its index range.
         except (RuntimeError, MemoryError, ValueError) as e:
-            total = num_blocks * cls.bytes_per_block(config, block_size, dtype)
+            total = num_blocks * config.kv_bytes_per_block(block_size, dtype)
             raise CapacityError(
                 f"a KV cache of {num_blocks} blocks of {block_size} tokens takes "
                 f"{total / 2**20:.0f} MiB, which {device} does not have; lower num_blocks or "
                 f"memory_fraction ({e})"
             ) from e
-
-    @staticmethod
-    def bytes_per_block(config: ModelConfig, block_size: int, dtype: str) -> int:
-        """Return the bytes a block takes in all layers, K and V together."""
-        return config.kv_bytes_per_block(block_size, dtype)
