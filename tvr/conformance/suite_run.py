@@ -1,0 +1,121 @@
+"""One run of the suite: what was tested, with what, and what became of every check."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+
+from tvr import __version__
+from tvr.conformance.case import parse_case
+from tvr.conformance.ledger import PASSED, CheckResult
+from tvr.contract import DeviceFacts
+
+_PACKAGES = ("torch", "pluggy", "hypothesis", "triton", "pycuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What was tested, and on what; known in the process that loaded the backend.
+
+    Attributes:
+        backend: its name.
+        distribution, version: the package it came from; None: it was given as an object.
+        abi: version of the contract it was written for, "1.0".
+        declared: ops it declares, in the contract's order.
+        device: torch's name of the device, "cuda:0".
+        device_name: marketing name.
+        driver: version of the NVIDIA driver; None on a CPU, or where it is not to be had.
+        versions: those of tvr, Python and the packages that results may depend on, by name.
+    """
+
+    backend: str
+    distribution: str | None
+    version: str | None
+    abi: str
+    declared: tuple[str, ...]
+    device: str
+    device_name: str
+    driver: str | None
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteRun(Facts):
+    """A run that is over.
+
+    Attributes:
+        level, seed, max_examples: as asked for; max_examples None: what the level says.
+        ops, checks, cases: what the run was narrowed to; None: all.
+        started: ISO 8601 with time zone.
+        seconds: how long it took.
+        results: one for each check and case, failures of the whole included.
+    """
+
+    level: str
+    seed: int
+    max_examples: int | None
+    ops: tuple[str, ...] | None = None
+    checks: tuple[str, ...] | None = None
+    cases: tuple[str, ...] | None = None
+    started: str
+    seconds: float
+    results: list[CheckResult] = field(repr=False)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all that was asked for was checked, and is right or fails as expected."""
+        ran = any(r.outcome in (PASSED, "expected") for r in self.results)
+        return bool(self.declared) and ran and not self.failures
+
+    @property
+    def failures(self) -> list[CheckResult]:
+        """The failed results, in the order they came."""
+        return [r for r in self.results if r.failed]
+
+    def smallest_failure(self, op: str, check: str) -> CheckResult:
+        """Return the failed result of `check` on `op` whose case has the fewest elements.
+
+        Raises:
+            ValueError: there is none.
+        """
+        failed = [r for r in self.failures if (r.op, r.check) == (op, check)]
+        return min(failed, key=_size)
+
+
+def _size(result: CheckResult) -> float:
+    """Return the elements of the call; a failure that has no case counts as larger than any."""
+    return parse_case(result.op, result.text).size if result.text else float("inf")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that belong in a report: tvr, Python, and packages where installed."""
+    found = {"tvr": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name(device: DeviceFacts) -> str:
+    """Return the marketing name of a device; of a CPU its architecture if no more is known."""
+    if device.type != "cpu":
+        return device.name
+    return platform.processor() or platform.machine()
+
+
+def driver_version(device: DeviceFacts) -> str | None:
+    """Return the version of the NVIDIA driver, or None."""
+    if device.type != "cuda" or shutil.which("nvidia-smi") is None:
+        return None
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
