@@ -12,7 +12,8 @@ from support.fakes import CPU
 from support.faults import FAULTS, faulty
 from tvr.backends.torch_ref import plugin
 from tvr.conformance import CHECKS, check_backend, format_results
-from tvr.conformance.cases import LEVELS, cases
+from tvr.conformance.case import LEVELS
+from tvr.conformance.cases import cases
 from tvr.contract import OPS, BackendInfo, BoundOp, Box
 from tvr.errors import BackendUnavailable, ConfigError, PluginError
 from tvr.hookspecs import hookimpl

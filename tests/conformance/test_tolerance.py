@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tvr.conformance import oracle, tolerance
-from tvr.conformance.cases import Case
+from tvr.conformance.case import Case
 from tvr.conformance.judge import between, small_frobenius, within
 from tvr.conformance.ledger import CheckFailed
 from tvr.conformance.sequences import random_sequences

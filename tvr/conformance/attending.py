@@ -15,7 +15,7 @@ from tvr.conformance.sequences import (
 )
 
 if TYPE_CHECKING:
-    from tvr.conformance.cases import Case
+    from tvr.conformance.case import Case
     from tvr.conformance.subject import Call, Subject
 
 BOTH = ("attention_decode", "attention_prefill")

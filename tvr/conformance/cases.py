@@ -1,4 +1,4 @@
-"""The named cases as data: a spec and the sizes of one call.
+"""The named cases as data.
 
 Levels add up: "quick" runs those of "smoke" too. Smoke cases are small enough for a kernel
 interpreter on a CPU: at most 8,000 elements a tile, kv_len at most 130.
@@ -7,13 +7,11 @@ interpreter on a CPU: at most 8,000 elements a tile, kv_len at most 130.
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-import torch
-
+from tvr.conformance.case import LEVELS, Case
 from tvr.contract import (
     DTYPES,
     AddRmsNormSpec,
@@ -29,41 +27,13 @@ from tvr.contract import (
     SiluMulSpec,
 )
 
-LEVELS = ("smoke", "quick", "full")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One call to judge a backend by.
-
-    Attributes:
-        name: unique; also the seed of its random numbers.
-        spec: what the op is bound for.
-        level: the first level that runs it.
-        num_tokens: rows, for all ops but attention.
-        q_lens, kv_lens: new tokens and keys of each sequence, for attention.
-    """
-
-    name: str
-    spec: OpSpec
-    level: str = "smoke"
-    num_tokens: int = 0
-    q_lens: tuple[int, ...] = ()
-    kv_lens: tuple[int, ...] = ()
-
-    @property
-    def op(self) -> str:
-        return self.spec.op
-
-    def generator(self) -> torch.Generator:
-        """Return a new CPU generator, seeded by the name."""
-        return torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
-
-
-def cases(op: str, level: str) -> list[Case]:
-    """Return the cases of `op` that `level` runs."""
+def cases(op: str, level: str, seed: int = 0) -> list[Case]:
+    """Return the named cases of `op` that `level` runs, their random numbers seeded by `seed`."""
     levels = LEVELS[: LEVELS.index(level) + 1]
-    return [case for case in _all_cases() if case.op == op and case.level in levels]
+    return [
+        replace(case, seed=seed) for case in _all_cases() if case.op == op and case.level in levels
+    ]
 
 
 # (rows, hidden size)

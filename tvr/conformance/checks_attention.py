@@ -13,7 +13,7 @@ from tvr.conformance.ledger import Check, CheckFailed
 from tvr.conformance.sequences import attention_spec, random_sequences
 
 if TYPE_CHECKING:
-    from tvr.conformance.cases import Case
+    from tvr.conformance.case import Case
     from tvr.conformance.subject import Subject
 
 _OUTLIER = 20.0

@@ -14,7 +14,7 @@ from tvr.conformance.sequences import Sequences, attention_spec, random_sequence
 from tvr.contract import AttentionDecodeSpec, OpSpec
 
 if TYPE_CHECKING:
-    from tvr.conformance.cases import Case
+    from tvr.conformance.case import Case
     from tvr.conformance.subject import Subject
 
 

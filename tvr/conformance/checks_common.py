@@ -16,7 +16,7 @@ from tvr.contract import OPS, StepMeta
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tvr.conformance.cases import Case
+    from tvr.conformance.case import Case
     from tvr.conformance.subject import Subject
 
 #: Arguments with one row for each token.

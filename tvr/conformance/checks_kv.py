@@ -14,7 +14,7 @@ from tvr.conformance.subject import Call
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tvr.conformance.cases import Case
+    from tvr.conformance.case import Case
     from tvr.conformance.subject import Subject
 
 

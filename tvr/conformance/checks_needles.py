@@ -23,7 +23,7 @@ from tvr.conformance.sequences import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tvr.conformance.cases import Case
+    from tvr.conformance.case import Case
     from tvr.conformance.subject import Subject
 
 _NEEDLE_SCORE = 40.0  # every other key scores 0: exp(-40) is below fp32's eps

@@ -10,7 +10,7 @@ from tvr.conformance.ledger import Check
 from tvr.conformance.sequences import Paging, random_sequences
 
 if TYPE_CHECKING:
-    from tvr.conformance.cases import Case
+    from tvr.conformance.case import Case
     from tvr.conformance.subject import Subject
 
 _NAN = float("nan")

@@ -13,7 +13,7 @@ from tvr.conformance.judge import same_bits, within, within_ulps
 from tvr.conformance.ledger import Check, CheckFailed
 
 if TYPE_CHECKING:
-    from tvr.conformance.cases import Case
+    from tvr.conformance.case import Case
     from tvr.conformance.subject import Subject
 
 

@@ -24,7 +24,7 @@ from tvr.contract import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tvr.conformance.cases import Case
+    from tvr.conformance.case import Case
 
 EPS = 1e-5  # of the norms
 MAX_POSITION = 512

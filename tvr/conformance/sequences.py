@@ -15,7 +15,7 @@ from tvr.contract import AttentionPrefillSpec, AttentionSpec, StepMeta
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tvr.conformance.cases import Case
+    from tvr.conformance.case import Case
 
 _SPARE_BLOCKS = 3
 

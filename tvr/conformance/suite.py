@@ -17,7 +17,8 @@ from tvr.conformance import (
     checks_paging,
     checks_rope,
 )
-from tvr.conformance.cases import LEVELS, Case, cases
+from tvr.conformance.case import LEVELS, Case
+from tvr.conformance.cases import cases
 from tvr.conformance.ledger import FAILED, PASSED, SKIPPED, Check, CheckFailed, CheckResult
 from tvr.conformance.subject import Subject
 from tvr.contract import OPS, DeviceFacts, declared_flags
