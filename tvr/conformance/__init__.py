@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tvr.conformance.ledger import Check, CheckFailed, CheckResult
+from tvr.conformance.registry import CHECKS
 from tvr.conformance.report import format_results
-from tvr.conformance.suite import CHECKS, check_backend
+from tvr.conformance.suite import check_backend
 
 __all__ = ["CHECKS", "Check", "CheckFailed", "CheckResult", "check_backend", "format_results"]

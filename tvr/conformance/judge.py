@@ -1,4 +1,7 @@
-"""Comparisons that raise `CheckFailed` with what was found and what was wanted."""
+"""Comparisons that raise `CheckFailed` with what was found and what was wanted.
+
+Each also notes how near to its limit it came, for the report.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tvr.conformance import tolerance
+from tvr.conformance import margin, tolerance
 from tvr.conformance.ledger import CheckFailed
 from tvr.conformance.tensors import dtype_name
 
@@ -26,13 +29,16 @@ def same_bits(what: str, found: Tensor, wanted: Tensor) -> None:
         )
     bits = _BITS[found.element_size()]
     differ = found.contiguous().view(bits) != wanted.contiguous().view(bits)
+    margin.note(float(differ.sum()), 0.0)
     _refuse(what, differ, found, wanted, "must be bit-equal")
 
 
 def within(what: str, found: Tensor, wanted: Tensor, limit: Tensor | float, note: str) -> None:
     """Refuse an element further than `limit` from `wanted` (fp64), or a NaN."""
     found = found.cpu().double()
-    _refuse(what, ~((found - wanted).abs() <= limit), found, wanted, note)
+    error = (found - wanted).abs()
+    _note_worst(error, torch.as_tensor(limit, dtype=torch.float64).expand_as(error))
+    _refuse(what, ~(error <= limit), found, wanted, note)
 
 
 def between(what: str, found: Tensor, ends: tuple[Tensor, Tensor], wanted: Tensor) -> None:
@@ -53,10 +59,19 @@ def small_frobenius(what: str, found: Tensor, wanted: Tensor, limit: float) -> N
     """Refuse a relative Frobenius error above `limit`, or a NaN."""
     error = torch.linalg.vector_norm(found.cpu().double() - wanted)
     size = torch.linalg.vector_norm(wanted)
+    margin.note(error.item(), (limit * size).item())
     if not error <= limit * size:
         raise CheckFailed(
             f"{what}: relative Frobenius error {(error / size).item():.3g}, at most {limit:.3g}"
         )
+
+
+def _note_worst(error: Tensor, limit: Tensor) -> None:
+    """Note the element that comes nearest to its limit, or goes furthest over it."""
+    if error.numel():
+        share = torch.where(error == 0, 0.0, error / limit)  # a NaN is the largest for argmax
+        worst = share.flatten().argmax()
+        margin.note(error.flatten()[worst].item(), limit.flatten()[worst].item())
 
 
 def _refuse(what: str, wrong: Tensor, found: Tensor, wanted: Tensor, note: str) -> None:

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tvr.conformance.margin import share
+
 if TYPE_CHECKING:
     from tvr.conformance.case import Case
     from tvr.conformance.subject import Subject
     from tvr.contract import OpSpec
 
-PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+PASSED, FAILED, SKIPPED, EXPECTED = OUTCOMES = ("passed", "failed", "skipped", "expected")
 
 
 class CheckFailed(Exception):
@@ -28,9 +30,14 @@ class CheckResult:
     Attributes:
         check: name of the check, without `check_`.
         op: op it was run for.
-        case: name of the case.
-        outcome: "passed", "failed" or "skipped".
+        case: name of the case; of a drawn one its text, or "drawn" for several that passed.
+        outcome: "passed", "failed", "skipped", or "expected": a failure known beforehand.
         detail: why it failed or was skipped.
+        error, limit: the comparison that came nearest to its limit, or went furthest over it, in
+            its own unit; None: nothing was compared.
+        seconds: how long it took.
+        seed: the seed that the run was given.
+        text: the case written out; "" for several.
     """
 
     check: str
@@ -38,10 +45,22 @@ class CheckResult:
     case: str
     outcome: str
     detail: str = ""
+    error: float | None = None
+    limit: float | None = None
+    seconds: float = 0.0
+    seed: int = 0
+    text: str = ""
 
     @property
     def failed(self) -> bool:
         return self.outcome == FAILED
+
+    @property
+    def share(self) -> float:
+        """The error as a share of its limit; -1 if nothing was compared."""
+        if self.error is None or self.limit is None:
+            return -1.0
+        return share(self.error, self.limit)
 
 
 def _always(_: Case) -> bool:
@@ -59,6 +78,7 @@ class Check:
         applies: whether a case has what the check needs (an lse, several blocks, ...).
         also: a second spec that the check runs; it is skipped where that is not declared.
         of_declaration: judges the declaration itself, so undeclared specs are its business too.
+        needs_cuda: is skipped on other devices.
     """
 
     run: Callable[[Subject, Case], None]
@@ -67,6 +87,7 @@ class Check:
     applies: Callable[[Case], bool] = _always
     also: Callable[[Case], OpSpec] | None = None
     of_declaration: bool = False
+    needs_cuda: bool = False
 
     @property
     def name(self) -> str:

@@ -20,7 +20,8 @@ from tvr.contract import (
     check_bound,
     why_not,
 )
-from tvr.core.plugins import BackendManager, PluginConfig
+from tvr.core.plugins import Backend, BackendManager, PluginConfig
+from tvr.errors import BackendUnavailable, ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,6 +82,10 @@ class Call:
 class Subject:
     """A plugin object, loaded as core would load it, and the device it is tested on.
 
+    Args:
+        plugin: the object, or a backend that is loaded already.
+        device: where to test it.
+
     Attributes:
         info: what the backend declares.
         device: the device as hooks see it.
@@ -92,15 +97,21 @@ class Subject:
     """
 
     def __init__(self, plugin: object, device: DeviceFacts) -> None:
-        manager = BackendManager(PluginConfig(), plugins=[plugin], device=device, installed=())
-        (backend,) = manager.ranked(usable=False)
-        self._backend = manager.require(backend.name)
+        backend = plugin if isinstance(plugin, Backend) else _load(plugin, device)
+        self._backend = backend
         self.info: BackendInfo = backend.info
         self.device = device
         self.torch_device = torch.device(str(device))
         self._on_gpu = device.type == "cuda"
         self._stream = backend.call("tvr_stream", device=device) if self._on_gpu else None
         self._bound: dict[OpSpec, BoundOp] = {}
+
+    @classmethod
+    def installed(
+        cls, name: str, device: DeviceFacts, config: PluginConfig | None = None
+    ) -> Subject:
+        """Return the installed backend of that name; `config` None: the packaged plugins.toml."""
+        return cls(BackendManager(config, device=device).require(name), device)
 
     def why_not(self, spec: OpSpec) -> list[str]:
         """Return why the backend does not declare `spec`; empty: it does."""
@@ -157,6 +168,37 @@ class Subject:
         buffer = torch.zeros(size, dtype=torch.uint8, device=self.torch_device)
         start = -buffer.data_ptr() % _WORKSPACE_ALIGNMENT
         return buffer[start : start + num_bytes]
+
+
+def device_facts(device: str) -> DeviceFacts:
+    """Return the facts of torch's device of that name.
+
+    Raises:
+        ConfigError: torch knows no such device.
+        BackendUnavailable: it knows it, but there is none.
+    """
+    try:
+        asked = torch.device(device)
+    except RuntimeError as e:
+        raise ConfigError(f"device {device!r} is not known to torch: {e}") from e
+    if asked.type != "cuda":
+        return DeviceFacts(type=asked.type)
+    if not torch.cuda.is_available():
+        raise BackendUnavailable(f"device {device!r} was asked for, but torch sees no CUDA device")
+    index = torch.cuda.current_device() if asked.index is None else asked.index
+    if index >= torch.cuda.device_count():
+        raise BackendUnavailable(
+            f"device {device!r} was asked for, but there are {torch.cuda.device_count()}"
+        )
+    major, minor = torch.cuda.get_device_capability(index)
+    name = torch.cuda.get_device_name(index)
+    return DeviceFacts(type="cuda", index=index, sm=10 * major + minor, name=name)
+
+
+def _load(plugin: object, device: DeviceFacts) -> Backend:
+    manager = BackendManager(PluginConfig(), plugins=[plugin], device=device, installed=())
+    (backend,) = manager.ranked(usable=False)
+    return manager.require(backend.name)
 
 
 def _step_of_rows(call: Call) -> StepMeta:

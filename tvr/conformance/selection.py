@@ -1,0 +1,57 @@
+"""What of the suite to run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tvr.conformance.case import LEVELS
+from tvr.errors import ConfigError
+
+#: Cases drawn for each check of each op.
+EXAMPLES = {"smoke": 3, "quick": 10, "full": 40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What of the suite to run; plain data, so that another process can be told.
+
+    Attributes:
+        ops: rows of the suite: ops of the contract, or "engine"; None: all.
+        checks: names of checks; None: all that judge these ops.
+        cases: names or texts of cases, none drawn; None: those of the level, and drawn ones.
+        level: "smoke", "quick" or "full"; each runs the ones before it too.
+        seed: of every random number, and of what is drawn.
+        max_examples: cases drawn for each check of each op; None: what the level says.
+    """
+
+    ops: tuple[str, ...] | None = None
+    checks: tuple[str, ...] | None = None
+    cases: tuple[str, ...] | None = None
+    level: str = "smoke"
+    seed: int = 0
+    max_examples: int | None = None
+
+    def __post_init__(self) -> None:
+        refuse_unknown("level", (self.level,), LEVELS)
+        for name, value in (("seed", self.seed), ("max_examples", self.max_examples or 0)):
+            if type(value) is not int or not 0 <= value < 2**31:
+                raise ConfigError(
+                    f"conformance: {name} is {value!r}; it must be a whole number from 0 to 2^31"
+                )
+        if self.cases is not None and len(self.ops or ()) != 1:
+            raise ConfigError("conformance: a case belongs to one op; name that op too")
+
+    @property
+    def examples(self) -> int:
+        """Cases to draw for each check of each op."""
+        if self.cases is not None:
+            return 0
+        return EXAMPLES[self.level] if self.max_examples is None else self.max_examples
+
+
+def refuse_unknown(what: str, asked: Sequence[str], known: Sequence[str]) -> None:
+    """Raise a ConfigError that lists what is known, if anything asked for is not."""
+    unknown = [value for value in asked if value not in known]
+    if unknown:
+        raise ConfigError(f"conformance: unknown {what} {unknown[0]!r}; known: {', '.join(known)}")
