@@ -7,12 +7,12 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 
 from tvr import __version__
 from tvr.conformance.case import parse_case
-from tvr.conformance.ledger import PASSED, CheckResult
-from tvr.contract import DeviceFacts
+from tvr.conformance.ledger import EXPECTED, PASSED, CheckResult
+from tvr.contract import OPS, BackendInfo, DeviceFacts
 
 _PACKAGES = ("torch", "pluggy", "hypothesis", "triton", "pycuda")
 
@@ -68,7 +68,7 @@ class SuiteRun(Facts):
     @property
     def passed(self) -> bool:
         """Whether all that was asked for was checked, and is right or fails as expected."""
-        ran = any(r.outcome in (PASSED, "expected") for r in self.results)
+        ran = any(r.outcome in (PASSED, EXPECTED) for r in self.results)
         return bool(self.declared) and ran and not self.failures
 
     @property
@@ -91,31 +91,49 @@ def _size(result: CheckResult) -> float:
     return parse_case(result.op, result.text).size if result.text else float("inf")
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that belong in a report: tvr, Python, and packages where installed."""
-    found = {"tvr": __version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+def facts_of(
+    info: BackendInfo,
+    device: DeviceFacts,
+    *,
+    distribution: str | None = None,
+    version: str | None = None,
+) -> Facts:
+    """Return the facts of a backend that is loaded in this process."""
+    return Facts(
+        backend=info.name,
+        distribution=distribution,
+        version=version,
+        abi=".".join(map(str, info.abi)),
+        declared=tuple(op for op in OPS if op in info.ops),
+        device=str(device),
+        device_name=device.name if device.type != "cpu" else _cpu_name(),
+        driver=_driver_version() if device.type == "cuda" else None,
+        versions=_versions(),
+    )
 
 
-def device_name(device: DeviceFacts) -> str:
-    """Return the marketing name of a device; of a CPU its architecture if no more is known."""
-    if device.type != "cpu":
-        return device.name
+def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def driver_version(device: DeviceFacts) -> str | None:
-    """Return the version of the NVIDIA driver, or None."""
-    if device.type != "cuda" or shutil.which("nvidia-smi") is None:
-        return None
+def _driver_version() -> str | None:
+    """Return the version of the NVIDIA driver, or None where nothing tells it."""
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+    if shutil.which(asked[0]) is None:
+        return None
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of tvr, Python, and the packages that are installed."""
+    found = {"tvr": __version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
