@@ -1,0 +1,88 @@
+"""The child process of an isolated run: it runs checks and tells of each case before it begins.
+
+Commands and events are JSON objects, a line each, over two pipes whose numbers are its arguments:
+stdout and stderr are the backend's, to print what it likes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from dataclasses import asdict
+from queue import SimpleQueue
+from typing import Any, TextIO
+
+import torch
+
+from tvr.conformance.suite import Unit, run_unit
+from tvr.conformance.task import Task
+from tvr.errors import TvrError
+
+
+def main() -> None:
+    """Run the units that come over the pipe `argv[1]`, and tell of them over `argv[2]`."""
+    commands, events = (int(number) for number in sys.argv[1:3])
+    for pipe in (commands, events):
+        os.set_inheritable(pipe, False)  # a compiler that is started must not keep them open
+    received: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    threading.Thread(target=_receive, args=(commands, received), daemon=True).start()
+    with open(events, "w", encoding="utf-8") as stream:
+        try:
+            _serve(received, stream)
+        except TvrError as error:
+            _tell(stream, refused=str(error), error=type(error).__name__)
+    # Threads and exit hooks of a backend are no longer of interest, and may hang.
+    os._exit(0)
+
+
+def _receive(commands: int, received: SimpleQueue[dict[str, Any]]) -> None:
+    """Queue what the parent sends; end this process when the parent is gone, whatever it does."""
+    with open(commands, encoding="utf-8") as stream:
+        for line in stream:
+            received.put(json.loads(line))
+    os._exit(1)
+
+
+def _serve(received: SimpleQueue[dict[str, Any]], events: TextIO) -> None:
+    task = Task.from_json(received.get())
+    subject, facts = task.load()
+    _tell(events, ready=asdict(facts))
+    while True:
+        asked = received.get()
+        unit = Unit(asked["op"], asked["check"])
+        for result in run_unit(
+            subject,
+            unit,
+            task.selection,
+            skip=asked["skip"],
+            on_begin=lambda case: _tell(events, begin=case),
+        ):
+            is_lost = result.failed and not device_answers(subject.torch_device)
+            _tell(events, result=asdict(result))
+            if is_lost:
+                # After such an error every later call of this process fails too.
+                _tell(events, lost=True)
+                return
+        _tell(events, done=True)
+
+
+def device_answers(device: torch.device) -> bool:
+    """Return whether a CUDA device still works in this process; a CPU always does."""
+    if device.type != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _tell(events: TextIO, **event: object) -> None:
+    events.write(json.dumps(event) + "\n")
+    events.flush()
+
+
+if __name__ == "__main__":
+    main()
