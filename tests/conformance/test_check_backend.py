@@ -40,7 +40,9 @@ def test_the_reference_keeps_every_claim(op):
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.check}-{fault.name}")
 def test_a_planted_fault_is_caught_by_the_check_named_for_it(fault):
-    results = check_backend(faulty(fault), ops=[fault.op], checks=[fault.check])
+    results = check_backend(
+        faulty(fault), ops=[fault.op], checks=[fault.check], level=fault.level, max_examples=0
+    )
     assert any(r.failed and r.check == fault.check for r in results), format_results(results)
 
 
@@ -70,7 +72,7 @@ def test_a_declared_op_with_no_executed_check_fails():
         tvr_backend_info=hookimpl(lambda: info),
         tvr_bind_attention_decode=hookimpl(lambda spec, device: None),
     )
-    results = check_backend(backend)
+    results = check_backend(backend, max_examples=0)
     assert [(r.op, r.check) for r in results if r.failed] == [
         ("attention_decode", "declared_op_is_checked")
     ]
@@ -78,7 +80,7 @@ def test_a_declared_op_with_no_executed_check_fails():
 
 def test_an_undeclared_case_is_skipped_with_the_reason():
     only_bf16 = Box(dtypes=["bfloat16"], devices=["cpu"], flags=frozenset({"deterministic"}))
-    results = check_backend(_with_boxes("argmax", only_bf16), ops=["argmax"])
+    results = check_backend(_with_boxes("argmax", only_bf16), ops=["argmax"], max_examples=0)
     reasons = {r.detail for r in results if r.outcome == "skipped"}
     assert reasons == {
         "dtype float32 is not among bfloat16",
@@ -181,7 +183,7 @@ def test_a_backend_is_told_its_configuration_and_may_be_a_class():
 
 def test_a_selection_of_checks_is_no_complaint_about_the_other_ops():
     for checks in (["needle_is_found"], ["declared_support_is_bound"]):
-        results = check_backend(plugin, checks=checks)
+        results = check_backend(plugin, checks=checks, max_examples=0)
         assert {r.check for r in results} == set(checks)
         assert not any(r.failed for r in results), format_results(results)
 
@@ -193,7 +195,9 @@ def test_a_check_of_two_specs_is_skipped_where_the_second_is_not_declared():
         tvr_backend_info=hookimpl(lambda: info),
         tvr_bind_attention_prefill=plugin.tvr_bind_attention_prefill,
     )
-    results = check_backend(backend, checks=["decode_continues_prefill"], ops=["attention_prefill"])
+    results = check_backend(
+        backend, checks=["decode_continues_prefill"], ops=["attention_prefill"], max_examples=0
+    )
     assert {(r.outcome, r.detail) for r in results} == {
         ("skipped", "does not implement attention_decode")
     }

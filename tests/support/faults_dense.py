@@ -1,0 +1,50 @@
+"""Faults of `linear`, `silu_mul` and `argmax`."""
+
+from __future__ import annotations
+
+import torch
+
+from support.fault import Fault
+
+
+def drops_the_bias(right, spec, a):
+    return right(packed=(a["packed"][0], None))
+
+
+def swaps_gate_and_up(right, spec, a):
+    gate, up = a["x"].chunk(2, dim=-1)
+    return right(x=torch.cat([up, gate], dim=-1))
+
+
+def rounds_twice(right, spec, a):
+    gate, up = a["x"].chunk(2, dim=-1)
+    return torch.mul(torch.nn.functional.silu(gate), up, out=a["out"])
+
+
+def divides_two_exponentials(right, spec, a):
+    gate, up = a["x"].float().chunk(2, dim=-1)
+    return a["out"].copy_(gate * (gate.exp() / (1 + gate.exp())) * up)
+
+
+def searches_half_the_vocabulary(right, spec, a):
+    return right(logits=a["logits"][:, : spec.vocab_size // 2])
+
+
+def takes_the_last_of_equals(right, spec, a):
+    out = right(logits=a["logits"].flip(1))
+    return out.copy_(torch.where(out < 0, out, spec.vocab_size - 1 - out))
+
+
+def takes_nan_for_the_largest(right, spec, a):
+    return torch.argmax(a["logits"], dim=-1, out=a["out"])
+
+
+FAULTS = [
+    Fault("product_matches_oracle", "linear", drops_the_bias),
+    Fault("gate_comes_first", "silu_mul", swaps_gate_and_up),
+    Fault("gate_comes_first", "silu_mul", rounds_twice),
+    Fault("large_gates_do_not_overflow", "silu_mul", divides_two_exponentials),
+    Fault("largest_logit_wins", "argmax", searches_half_the_vocabulary),
+    Fault("lowest_id_wins_ties", "argmax", takes_the_last_of_equals),
+    Fault("nan_row_gives_minus_one", "argmax", takes_nan_for_the_largest),
+]
