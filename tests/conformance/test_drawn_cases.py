@@ -1,0 +1,170 @@
+"""Drawn cases find what no named case has, and come down to a small one that says it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import strategies as st
+
+from support.fakes import CPU
+from tvr.backends.torch_ref import plugin
+from tvr.conformance import check_backend, drawing, format_results, strategies
+from tvr.conformance.case import Case, parse_case
+from tvr.contract import OPS, BackendInfo, Box, RmsNormSpec, why_not
+from tvr.errors import ConfigError
+from tvr.hookspecs import hookimpl
+
+
+def wrapped(op, wrong):
+    """The reference, but for calls of `op` with arguments for which `wrong(spec, args)`."""
+    right = getattr(plugin, f"tvr_bind_{op}")
+
+    @hookimpl
+    def bind(spec, device):
+        bound = right(spec=spec, device=device)
+
+        def run(*args, **kwargs):
+            bound.run(*args, **kwargs)
+            if wrong(spec, args):
+                kwargs["out"].add_(1)
+            return kwargs["out"]
+
+        return replace(bound, run=run)
+
+    hooks = {name: value for name, value in vars(plugin).items() if name.startswith("tvr_")}
+    return SimpleNamespace(**hooks | {f"tvr_bind_{op}": bind})
+
+
+def test_a_fault_outside_all_named_cases_is_found_and_shrunk():
+    backend = wrapped("rms_norm", lambda spec, args: spec.hidden_size > 48 and len(args[0]) == 4)
+    results = check_backend(
+        backend, ops=["rms_norm"], checks=["norm_rounds_where_declared"], max_examples=200
+    )
+    (failed,) = [r for r in results if r.failed]
+    case = parse_case("rms_norm", failed.case)
+    # The smallest of its kind: 56 is the first width above 48 that is a multiple of 8.
+    assert (case.num_tokens, case.spec.hidden_size, case.seed) == (4, 56, 0)
+    assert failed.text == failed.case
+    again = check_backend(
+        backend, ops=["rms_norm"], checks=["norm_rounds_where_declared"], cases=[failed.case]
+    )
+    assert [r.detail for r in again] == [failed.detail]
+
+
+def test_equal_seeds_draw_equal_cases_and_others_draw_others():
+    def drawn(seed):
+        seen = []
+        drawing.find_failure(
+            strategies.any_cases("rope", "quick"), seen.append, seed=seed, max_examples=10
+        )
+        return seen
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_drawn_cases_are_declared(op):
+    box = Box(
+        dtypes=["bfloat16", "float16"],
+        devices=["cpu"],
+        head_dims=[64, 96],
+        block_sizes=[32],
+        group_sizes=[3, 4],
+        max_rows=4 if op == "linear" else None,
+    )
+    info = BackendInfo(name="narrow", abi=(1, 0), ops={op: [box]})
+    seen = []
+    drawing.find_failure(
+        strategies.cases(op, info, CPU, "full"), seen.append, seed=0, max_examples=50
+    )
+    assert len(seen) > 10
+    assert not [reasons for case in seen if (reasons := why_not(info, case.spec, CPU))]
+
+
+def test_drawn_attention_covers_the_geometry_of_the_contract():
+    seen = []
+    drawing.find_failure(
+        strategies.any_cases("attention_prefill", "quick"), seen.append, seed=0, max_examples=400
+    )
+    specs = [case.spec for case in seen]
+    assert {s.head_dim for s in specs} == set(strategies.HEAD_DIMS)
+    assert {s.block_size for s in specs} == set(strategies.BLOCK_SIZES)
+    assert {s.group_size for s in specs} == set(strategies.GROUP_SIZES)
+    assert {0, 1} <= {n for case in seen for n in case.kv_lens}
+    edges = {n % case.spec.block_size for case in seen for n in case.kv_lens}
+    assert {0, 1} <= edges
+
+
+def test_a_check_without_a_fitting_case_is_skipped_with_the_reason():
+    info = plugin.tvr_backend_info()
+    plain = [Box(dtypes=["float32"], devices=["cpu"])]
+    info = replace(info, ops={"attention_decode": plain})
+    backend = SimpleNamespace(
+        tvr_backend_info=hookimpl(lambda: info),
+        tvr_bind_attention_decode=plugin.tvr_bind_attention_decode,
+    )
+    results = check_backend(backend, ops=["attention_decode"], checks=["lse_is_natural_log"])
+    drawn = next(r for r in results if r.case == "drawn")
+    assert (drawn.outcome, drawn.detail) == (
+        "skipped",
+        "no case can be drawn that is declared and has what the check needs",
+    )
+
+
+def test_no_examples_are_drawn_if_none_are_wanted():
+    results = check_backend(plugin, ops=["silu_mul"], max_examples=0)
+    assert "drawn" not in {r.case for r in results}
+
+
+def test_without_hypothesis_one_line_says_what_to_do(monkeypatch):
+    monkeypatch.delattr("tvr.conformance.drawing")
+    monkeypatch.setitem(sys.modules, "tvr.conformance.drawing", None)
+    with pytest.raises(ConfigError, match=r"pip install 'tvr\[conformance\]', or ask for max_exam"):
+        check_backend(plugin, ops=["silu_mul"])
+    results = check_backend(plugin, ops=["silu_mul"], max_examples=0)
+    assert not any(r.failed for r in results), format_results(results)
+
+
+def _cases():
+    spec = RmsNormSpec(dtype="float32", hidden_size=8)
+    return st.integers(1, 10**9).map(lambda n: Case(spec=spec, num_tokens=n))
+
+
+def test_shrinking_ends_after_its_time(monkeypatch):
+    monkeypatch.setattr(drawing, "SHRINK_SECONDS", 0.2)
+
+    def examine(case):
+        time.sleep(0.02)
+        if case.num_tokens > 12_345:
+            raise ValueError(case.num_tokens)
+
+    began = time.monotonic()
+    _, failure = drawing.find_failure(_cases(), examine, seed=0, max_examples=20)
+    assert time.monotonic() - began < 5
+    assert failure.case.num_tokens > 12_345
+    assert str(failure.error) == str(failure.case.num_tokens)
+
+
+def test_a_failure_that_comes_and_goes_is_kept():
+    calls = []
+
+    def examine(case):
+        calls.append(case)
+        if len(calls) == 3:
+            raise ValueError("once")
+
+    num_seen, failure = drawing.find_failure(_cases(), examine, seed=0, max_examples=20)
+    assert num_seen >= 3
+    assert str(failure.error) == "once"
+
+
+def test_an_interrupt_passes_through():
+    def examine(case):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        drawing.find_failure(_cases(), examine, seed=0, max_examples=20)
