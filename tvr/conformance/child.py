@@ -53,7 +53,7 @@ class Child:
 
     Args:
         task: what it is to test.
-        timeout: most seconds between two signs of life.
+        timeout: most seconds for a case.
     """
 
     def __init__(self, task: Task, timeout: float) -> None:
@@ -69,8 +69,8 @@ class Child:
         self._commands = open(commands, "wb", buffering=0)  # noqa: SIM115
         numbers = [str(their_commands), str(their_events)]
         self._process = subprocess.Popen(
-            # faulthandler prints where a segmentation fault was.
-            [sys.executable, "-u", "-X", "faulthandler", "-c", _START, *numbers, *sys.path],
+            # Unbuffered: what was printed before a crash counts most.
+            [sys.executable, "-u", "-c", _START, *numbers, *sys.path],
             stdin=subprocess.DEVNULL,
             stdout=self._printed,
             stderr=self._printed,
@@ -83,14 +83,14 @@ class Child:
         threading.Thread(target=_collect, args=(events, self._events), daemon=True).start()
         self._send(task.as_json())
 
-    def facts(self) -> Facts:
-        """Wait until the backend is loaded, and return what there is to know of it.
+    def facts(self, timeout: float) -> Facts:
+        """Wait until the backend is loaded, most `timeout` seconds, and return what it is.
 
         Raises:
             TvrError: it cannot be tested here.
         """
         try:
-            found = self._next()["ready"]
+            found = self._next(timeout)["ready"]
         except Died as death:
             raise BackendUnavailable(
                 f"backend {self._task.backend!r} cannot be tested: while it was loaded, {death}"
@@ -107,15 +107,16 @@ class Child:
         """
         self._send({"op": unit.op, "check": unit.check, "skip": skip})
         while True:
-            match self._next():
-                case {"begin": str(handle)}:
-                    self._begin(handle)
+            match self._next(self._timeout):
+                case {"begin": str(handle), "printed": int(printed)}:
+                    self._begin(handle, printed)
                     on_begin(handle)
-                case {"result": dict(values)}:
+                case {"result": dict(values), "printed": int(printed)}:
                     result = CheckResult(**values)
                     if result.failed:
-                        result = replace(result, detail=result.detail + self._what_it_printed())
-                    self._begin("")
+                        shown = self._what_it_printed(printed)
+                        result = replace(result, detail=result.detail + shown)
+                    self._begin("", printed)
                     yield result
                 case {"lost": True}:
                     raise DeviceLost
@@ -130,17 +131,16 @@ class Child:
         self._commands.close()
         self._printed.close()
 
-    def _begin(self, handle: str) -> None:
-        self._case, self._began = handle, time.monotonic()
-        self._case_from = os.fstat(self._printed.fileno()).st_size
+    def _begin(self, handle: str, printed: int) -> None:
+        self._case, self._began, self._case_from = handle, time.monotonic(), printed
 
     def _send(self, command: dict[str, Any]) -> None:
         with suppress(BrokenPipeError):  # it died; the next event says so
             self._commands.write(json.dumps(command).encode() + b"\n")
 
-    def _next(self) -> dict[str, Any]:
+    def _next(self, timeout: float) -> dict[str, Any]:
         """Return the next event."""
-        end = time.monotonic() + self._timeout
+        end = time.monotonic() + timeout
         while (left := end - time.monotonic()) > 0:
             try:
                 event = self._events.get(timeout=min(_POLL_S, left))
@@ -156,11 +156,12 @@ class Child:
                 }
                 raise kinds.get(event["error"], TvrError)(event["refused"])
             return event
-        raise self._died(f"no answer in {self._timeout:g} s")
+        raise self._died(f"no answer in {timeout:g} s")
 
     def _died(self, reason: str) -> Died:
         seconds = time.monotonic() - self._began
-        return Died(reason + self._what_it_printed(), self._case, seconds)
+        end = os.fstat(self._printed.fileno()).st_size
+        return Died(reason + self._what_it_printed(end), self._case, seconds)
 
     def _how_it_ended(self) -> str:
         try:
@@ -173,12 +174,11 @@ class Child:
         hint = " (as when memory runs out)" if -code == signal.SIGKILL else ""
         return f"the process died: {names.get(-code, f'signal {-code}')}{hint}"
 
-    def _what_it_printed(self) -> str:
-        """Return what the backend printed in this case, as lines to follow a message."""
-        printed = self._printed.fileno()
-        start = max(self._case_from, os.fstat(printed).st_size - _MOST_BYTES)
+    def _what_it_printed(self, end: int) -> str:
+        """Return what the backend printed in this case, up to byte `end`, as lines of a message."""
+        start = max(self._case_from, end - _MOST_BYTES)
         # Not by seek, which would move where the child writes.
-        text = os.pread(printed, _MOST_BYTES, start).decode(errors="replace")
+        text = os.pread(self._printed.fileno(), end - start, start).decode(errors="replace")
         dump = text.find("Fatal Python error")
         lines = [line for line in text[max(dump, 0) :].splitlines() if line.strip()]
         # Of a dump the first lines tell where it was, of anything else the last.

@@ -18,7 +18,7 @@ from tvr.conformance.suite_run import Facts
 from tvr.conformance.task import Task
 from tvr.errors import ConfigError, TvrError
 
-#: Most seconds for a case, and for a child to start: a kernel may have to be compiled.
+#: Most seconds for a case, and for loading a backend: either may compile its kernels.
 TIMEOUT_S = 300.0
 
 
@@ -29,7 +29,8 @@ class IsolatedSuite:
 
     Args:
         task: what to test.
-        timeout: most seconds for one case, and for a child to start.
+        timeout: most seconds for a case.
+        start_timeout: most seconds for a child to start and to load the backend.
 
     Attributes:
         facts: what the child says of backend and device.
@@ -39,17 +40,19 @@ class IsolatedSuite:
         BackendUnavailable: the child dies, or gives no answer, while it loads the backend.
     """
 
-    def __init__(self, task: Task, *, timeout: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, task: Task, *, timeout: float = TIMEOUT_S, start_timeout: float = TIMEOUT_S
+    ) -> None:
         if os.name != "posix":
             raise ConfigError("conformance: a child process needs POSIX; use --in-process here")
         if not timeout > 0:
             raise ConfigError(f"conformance: a timeout of {timeout:g} s; it must be above 0")
         self._task = task
-        self._timeout = timeout
+        self._timeout, self._start_timeout = timeout, start_timeout
         self._broken: str | None = None
         self._child = Child(task, timeout)
         try:
-            self.facts: Facts = self._child.facts()
+            self.facts: Facts = self._child.facts(self._start_timeout)
         except BaseException:
             self._child.kill()
             raise
@@ -96,7 +99,7 @@ class IsolatedSuite:
         self._child.kill()
         self._child = Child(self._task, self._timeout)
         try:
-            self._child.facts()
+            self._child.facts(self._start_timeout)
         except TvrError as error:
             self._broken = f"no new process could be started: {error}"
 

@@ -6,6 +6,7 @@ stdout and stderr are the backend's, to print what it likes.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -23,16 +24,18 @@ from tvr.errors import TvrError
 
 def main() -> None:
     """Run the units that come over the pipe `argv[1]`, and tell of them over `argv[2]`."""
+    faulthandler.enable(all_threads=False)  # a segmentation fault says where it was
     commands, events = (int(number) for number in sys.argv[1:3])
     for pipe in (commands, events):
         os.set_inheritable(pipe, False)  # a compiler that is started must not keep them open
     received: SimpleQueue[dict[str, Any]] = SimpleQueue()
     threading.Thread(target=_receive, args=(commands, received), daemon=True).start()
     with open(events, "w", encoding="utf-8") as stream:
+        teller = _Teller(stream)
         try:
-            _serve(received, stream)
+            _serve(received, teller)
         except TvrError as error:
-            _tell(stream, refused=str(error), error=type(error).__name__)
+            teller.tell(refused=str(error), error=type(error).__name__)
     # Threads and exit hooks of a backend are no longer of interest, and may hang.
     os._exit(0)
 
@@ -45,10 +48,10 @@ def _receive(commands: int, received: SimpleQueue[dict[str, Any]]) -> None:
     os._exit(1)
 
 
-def _serve(received: SimpleQueue[dict[str, Any]], events: TextIO) -> None:
+def _serve(received: SimpleQueue[dict[str, Any]], parent: _Teller) -> None:
     task = Task.from_json(received.get())
     subject, facts = task.load()
-    _tell(events, ready=asdict(facts))
+    parent.tell(ready=asdict(facts))
     while True:
         asked = received.get()
         unit = Unit(asked["op"], asked["check"])
@@ -57,15 +60,15 @@ def _serve(received: SimpleQueue[dict[str, Any]], events: TextIO) -> None:
             unit,
             task.selection,
             skip=asked["skip"],
-            on_begin=lambda case: _tell(events, begin=case),
+            on_begin=lambda case: parent.tell(begin=case),
         ):
             is_lost = result.failed and not device_answers(subject.torch_device)
-            _tell(events, result=asdict(result))
+            parent.tell(result=asdict(result))
             if is_lost:
                 # After such an error every later call of this process fails too.
-                _tell(events, lost=True)
+                parent.tell(lost=True)
                 return
-        _tell(events, done=True)
+        parent.tell(done=True)
 
 
 def device_answers(device: torch.device) -> bool:
@@ -79,9 +82,17 @@ def device_answers(device: torch.device) -> bool:
     return True
 
 
-def _tell(events: TextIO, **event: object) -> None:
-    events.write(json.dumps(event) + "\n")
-    events.flush()
+class _Teller:
+    """Tells the parent of events, and how much had been printed by then."""
+
+    def __init__(self, events: TextIO) -> None:
+        self._events = events
+        self._printed = os.dup(1)  # before a backend may close it
+
+    def tell(self, **event: object) -> None:
+        printed = os.fstat(self._printed).st_size
+        self._events.write(json.dumps({**event, "printed": printed}) + "\n")
+        self._events.flush()
 
 
 if __name__ == "__main__":
