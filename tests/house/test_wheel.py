@@ -24,8 +24,11 @@ def test_the_wheel_ships_package_data_and_nothing_else(tmp_path):
     assert "tvr/demo/model.safetensors" in demo
     assert demo <= set(names)
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
-    assert tops == {"tvr"}
+    assert tops == {"tvr", "_tvr_pytest.py"}
+    suite = {f"tvr/conformance/{name}" for name in ("test_conformance.py", "report.html")}
+    assert suite <= set(names)
     entry_points = next(n for n in names if n.endswith("entry_points.txt"))
     text = zipfile.ZipFile(wheel).read(entry_points).decode()
     assert "[tvr.backends.v1]" in text
     assert "tvr = tvr.cli:main" in text
+    assert "[pytest11]\ntvr = _tvr_pytest" in text

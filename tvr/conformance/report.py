@@ -75,6 +75,7 @@ def reproduction(
     level: str,
     device: str = "cpu",
     plugins: str | Path | None = None,
+    expect: str | Path | None = None,
 ) -> str:
     """Return the shell line that runs this check on this case alone."""
     words = ["tvr", "conformance", "--backend", backend, "--op", result.op]
@@ -89,7 +90,26 @@ def reproduction(
         words += ["--device", device]
     if plugins is not None:
         words += ["--plugins", str(plugins)]
+    if expect is not None:
+        words += ["--expect", str(expect)]
     return shlex.join(words)
+
+
+def reproduction_in_python(
+    result: CheckResult, *, backend: str, level: str, device: str = "cpu"
+) -> str:
+    """Return the same as a call, for a backend that is an object and not installed."""
+    words = [f"<{backend}>", f"ops=[{result.op!r}]"]
+    if result.check != IS_CHECKED:
+        words.append(f"checks=[{result.check!r}]")
+    if result.text:
+        words.append(f"cases=[{result.case!r}]")
+    words.append(f"level={level!r}")
+    if result.seed:
+        words.append(f"seed={result.seed}")
+    if device != "cpu":
+        words.append(f"device={device!r}")
+    return f"check_backend({', '.join(words)})"
 
 
 def format_failure(results: Sequence[CheckResult], line: str) -> str:

@@ -25,6 +25,7 @@ from tvr.conformance.report import (
     format_counts,
     format_error,
     reproduction,
+    smallest_failure,
     write_report,
 )
 from tvr.conformance.suite_run import SuiteRun
@@ -110,6 +111,7 @@ def _unit(results: Sequence[CheckResult], claims: dict[str, str]) -> dict[str, A
         "op": op,
         "check": check,
         "claim": claims.get(check, ""),
+        "results": results,
         "outcome": outcome,
         "counts": format_counts(results),
         "mark": _mark(outcome, counts),
@@ -129,7 +131,7 @@ def _grid(units: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any] | 
 
 
 def _failure(run: SuiteRun, unit: dict[str, Any]) -> dict[str, Any]:
-    smallest = run.smallest_failure(unit["op"], unit["check"])
+    smallest = smallest_failure(unit["results"])
     line = reproduction(smallest, backend=run.backend, level=run.level, device=run.device)
     return {
         "unit": unit,
