@@ -54,6 +54,10 @@ class KernelError(TvrError):
     """A kernel failed to compile or to launch."""
 
 
+class OpFault(TvrError):
+    """An op's result is over its limit, found by repeating the op on a reference."""
+
+
 class CompileError(KernelError):
     """A kernel source did not compile.
 

@@ -23,7 +23,7 @@ from tvr.core.schedule_output import ScheduleOutput, SequenceUpdate
 from tvr.core.scheduler import Scheduler
 from tvr.core.step_extras import extras_of
 from tvr.core.step_result import StepResult, results_of
-from tvr.errors import ConfigError, PolicyError, RequestError
+from tvr.errors import ConfigError, OpFault, PolicyError, RequestError
 
 
 class Engine:
@@ -188,6 +188,7 @@ class Engine:
 
         Raises:
             PolicyError: the scheduling policy failed. No request is lost; call `step` again.
+            OpFault: `shadow` found an op at fault. Every request has ended with it as error.
         """
         with self._stepping:
             self._advance()
@@ -283,6 +284,9 @@ class Engine:
             if isinstance(pending, Exception):
                 raise pending
             result = pending()
+        except OpFault as fault:
+            self._end_all("error", str(fault))
+            raise
         except Exception as error:
             # Its text is enough: through its frames the traceback refers to the step's tensors,
             # and to the error itself, so that they would stay until the garbage collector runs.

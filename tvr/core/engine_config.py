@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from tvr.core.policy import SchedulingPolicy
 from tvr.core.policy_guard import check_policy
+from tvr.core.watcher import Watcher
 from tvr.errors import ConfigError
 
 DTYPE_NAMES = {
@@ -45,6 +46,8 @@ class EngineConfig:
         seed: of unseeded requests and of dummy weights.
         max_lag: steps the scheduler runs ahead of the device, 0 or 1.
         scheduling_policy: who goes first and who gives way; None: first come, first served.
+        shadow: repeats every op on a reference, a `tvr.conformance.shadow.Shadow`; None: nobody.
+            With it the scheduler does not run ahead, whatever `max_lag` says.
     """
 
     backend: str = "auto"
@@ -63,6 +66,7 @@ class EngineConfig:
     seed: int = 0
     max_lag: int = 1
     scheduling_policy: SchedulingPolicy | None = None
+    shadow: Watcher | None = None
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -83,6 +87,12 @@ class EngineConfig:
         _one_of("max_lag", self.max_lag, (0, 1))
         if self.scheduling_policy is not None:
             check_policy("scheduling_policy", self.scheduling_policy)
+        if self.shadow is not None:
+            if isinstance(self.shadow, type) or not isinstance(self.shadow, Watcher):
+                raise ConfigError(
+                    f"shadow is {self.shadow!r}; give a tvr.conformance.shadow.Shadow"
+                )
+            object.__setattr__(self, "max_lag", 0)
         for name in ("num_blocks", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

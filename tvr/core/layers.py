@@ -16,7 +16,9 @@ from tvr.contract import (
     AddRmsNormSpec,
     AttentionDecodeSpec,
     AttentionPrefillSpec,
+    BoundOp,
     LinearSpec,
+    OpSpec,
     RmsNormSpec,
     RopeKvWriteSpec,
     SiluMulSpec,
@@ -34,13 +36,25 @@ SMALL_BATCH_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildContext:
-    """What every part needs to bind its ops."""
+    """What every part needs to bind its ops.
+
+    `site` is where in the model the part stands, in the words of a checkpoint's tensor names.
+    """
 
     ops: OpTable
     config: ModelConfig
     dtype: str
     block_size: int
     batch_invariant: bool
+    site: str = ""
+
+    def at(self, name: str) -> BuildContext:
+        """Return the context of the part called `name` inside this one."""
+        return replace(self, site=f"{self.site}.{name}" if self.site else name)
+
+    def bind(self, spec: OpSpec) -> BoundOp:
+        """Return the op bound for `spec` as this part is to call it."""
+        return self.ops.bind_at(spec, self.site)
 
 
 class Linear:
@@ -55,11 +69,11 @@ class Linear:
             out_features=self.out_features,
             bias=weights.bias is not None,
         )
-        self._general = _PackedLinear(ctx.ops, spec, weights)
+        self._general = _PackedLinear(ctx, spec, weights)
         self._small = self._general
         # Two ops round differently, so batch invariance allows only one.
         if not ctx.batch_invariant:
-            self._small = _PackedLinear(ctx.ops, replace(spec, max_rows=SMALL_BATCH_ROWS), weights)
+            self._small = _PackedLinear(ctx, replace(spec, max_rows=SMALL_BATCH_ROWS), weights)
 
     def __call__(self, x: Tensor, *, out: Tensor) -> Tensor:
         """x [rows, in], out [rows, out]."""
@@ -70,8 +84,8 @@ class Linear:
 class _PackedLinear:
     """One bound product with the weight in the form that its backend asked for."""
 
-    def __init__(self, ops: OpTable, spec: LinearSpec, weights: LinearWeights) -> None:
-        bound = ops.bind(spec)
+    def __init__(self, ctx: BuildContext, spec: LinearSpec, weights: LinearWeights) -> None:
+        bound = ctx.bind(spec)
         self._run = bound.run
         self._packed = (weights.weight, weights.bias)
         if bound.pack is not None:
@@ -91,8 +105,8 @@ class RMSNorm:
         size, invariant = weight.shape[0], ctx.batch_invariant
         norm = RmsNormSpec(dtype=ctx.dtype, batch_invariant=invariant, hidden_size=size)
         add_norm = AddRmsNormSpec(dtype=ctx.dtype, batch_invariant=invariant, hidden_size=size)
-        self._norm = ctx.ops.bind(norm).run
-        self._add_norm = ctx.ops.bind(add_norm).run
+        self._norm = ctx.bind(norm).run
+        self._add_norm = ctx.bind(add_norm).run
 
     def __call__(self, x: Tensor, *, out: Tensor) -> None:
         """x, out [rows, hidden]."""
@@ -121,9 +135,9 @@ class Attention:
             "head_dim": config.head_dim,
             "block_size": ctx.block_size,
         }
-        self._rope_kv_write = ctx.ops.bind(RopeKvWriteSpec(**shape)).run
-        self._decode = ctx.ops.bind(AttentionDecodeSpec(**shape)).run
-        self._prefill = ctx.ops.bind(AttentionPrefillSpec(**shape)).run
+        self._rope_kv_write = ctx.bind(RopeKvWriteSpec(**shape)).run
+        self._decode = ctx.bind(AttentionDecodeSpec(**shape)).run
+        self._prefill = ctx.bind(AttentionPrefillSpec(**shape)).run
 
     def __call__(
         self, qkv: Tensor, batch: ForwardBatch, kv: tuple[Tensor, Tensor], *, out: Tensor
@@ -146,14 +160,14 @@ class MLP:
     """`down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, ctx: BuildContext, gate_up: LinearWeights, down: LinearWeights) -> None:
-        self._gate_up = Linear(ctx, gate_up)
-        self._down = Linear(ctx, down)
+        self._gate_up = Linear(ctx.at("gate_up_proj"), gate_up)
+        self._down = Linear(ctx.at("down_proj"), down)
         spec = SiluMulSpec(
             dtype=ctx.dtype,
             batch_invariant=ctx.batch_invariant,
             intermediate_size=ctx.config.intermediate_size,
         )
-        self._silu_mul = ctx.ops.bind(spec).run
+        self._silu_mul = ctx.at("act_fn").bind(spec).run
 
     def __call__(self, x: Tensor, *, gate_up: Tensor, product: Tensor, out: Tensor) -> None:
         """x, out [T, hidden]; scratch: gate_up [T, 2 * I], product [T, I]."""

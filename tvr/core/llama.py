@@ -61,11 +61,15 @@ class LlamaForCausalLM:
             block_size=block_size,
             batch_invariant=batch_invariant,
         )
-        attention = Attention(ctx, build_cos_sin_cache(config, max_position).to(self.device))
+        cos_sin_cache = build_cos_sin_cache(config, max_position).to(self.device)
         self._embedding = weights.embedding
-        self._layers = [DecoderLayer(ctx, layer, attention) for layer in weights.layers]
-        self._norm = RMSNorm(ctx, weights.norm)
-        self._lm_head = Linear(ctx, LinearWeights(weight=weights.lm_head, bias=None))
+        self._layers = [
+            DecoderLayer(ctx.at(f"layers.{idx}"), layer, cos_sin_cache)
+            for idx, layer in enumerate(weights.layers)
+        ]
+        self._norm = RMSNorm(ctx.at("norm"), weights.norm)
+        lm_head = LinearWeights(weight=weights.lm_head, bias=None)
+        self._lm_head = Linear(ctx.at("lm_head"), lm_head)
         self._buffers = Buffers.allocate(config, 0, self._dtype, self.device)
 
     @property
@@ -106,13 +110,16 @@ class LlamaForCausalLM:
 class DecoderLayer:
     """Attention, then MLP, each behind a norm and added to the residual stream."""
 
-    def __init__(self, ctx: BuildContext, weights: LayerWeights, attention: Attention) -> None:
-        self._input_norm = RMSNorm(ctx, weights.input_norm)
-        self._qkv = Linear(ctx, weights.qkv)
-        self._attention = attention
-        self._o = Linear(ctx, weights.o)
-        self._post_attention_norm = RMSNorm(ctx, weights.post_attention_norm)
-        self._mlp = MLP(ctx, weights.gate_up, weights.down)
+    def __init__(self, ctx: BuildContext, weights: LayerWeights, cos_sin_cache: Tensor) -> None:
+        attention = ctx.at("self_attn")
+        self._input_norm = RMSNorm(ctx.at("input_layernorm"), weights.input_norm)
+        self._qkv = Linear(attention.at("qkv_proj"), weights.qkv)
+        self._attention = Attention(attention, cos_sin_cache)
+        self._o = Linear(attention.at("o_proj"), weights.o)
+        self._post_attention_norm = RMSNorm(
+            ctx.at("post_attention_layernorm"), weights.post_attention_norm
+        )
+        self._mlp = MLP(ctx.at("mlp"), weights.gate_up, weights.down)
 
     def __call__(
         self,

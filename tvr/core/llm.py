@@ -15,6 +15,7 @@ from tvr.core.policy import SchedulingPolicy
 from tvr.core.prompt import Prompt
 from tvr.core.request import Request
 from tvr.core.sampling_params import SamplingParams
+from tvr.core.watcher import Watcher
 from tvr.core.weights import Progress
 from tvr.errors import ConfigError, RequestError
 
@@ -51,6 +52,7 @@ class LLM(Engine):
         strict: bool = False,
         max_lag: int = 1,
         scheduling_policy: SchedulingPolicy | None = None,
+        shadow: Watcher | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Load `model` and get ready to serve it.
@@ -84,6 +86,7 @@ class LLM(Engine):
             strict=strict,
             max_lag=max_lag,
             scheduling_policy=scheduling_policy,
+            shadow=shadow,
         )
         super().__init__(config, load_engine(model, config, plugins, progress))
         self._ids = itertools.count()

@@ -117,7 +117,10 @@ def load_backends(
         )
     path = find_config(named, {})
     manager = BackendManager(PluginConfig.load(path), plugins=given, device=device)
-    return manager, OpTable(manager, device, strict=config.strict, backend=config.backend)
+    table = OpTable(
+        manager, device, strict=config.strict, backend=config.backend, watcher=config.shadow
+    )
+    return manager, table
 
 
 @contextmanager
@@ -190,7 +193,7 @@ def load_engine(
             batch_invariant=config.batch_invariant,
             vocab_size=model_config.vocab_size,
         )
-        argmax = ops.bind(argmax_spec).run
+        argmax = ops.bind_at(argmax_spec, "sampler").run
         ops.allocate(bounds)
         if before is not None and config.num_blocks is None:
             torch.cuda.reset_peak_memory_stats(where)
@@ -211,6 +214,7 @@ def load_engine(
             # A tokenizer may know more ids than the model has logits.
             eos_ids |= {i for i in tokenizer.eos_token_ids if i < model_config.vocab_size}
         sampler = SamplerState(seqs, model_config.vocab_size, where, eos_token_ids=eos_ids)
+        ops.start(bounds)
         runner = ModelRunner(llama, ops, argmax, kv_cache, tables, sampler)
     return EngineParts(
         model_config=model_config,

@@ -1,7 +1,8 @@
 """The op table: which backend serves which op, settled once per spec.
 
-The model calls `table.bind(spec).run` and keeps the bare callable, so no hook is called in a
-step. Life of a table: bind every op of the model, `allocate` the workspaces, then `plan` each step.
+The model calls `table.bind_at(spec, site).run` and keeps the bare callable, so no hook is called
+in a step. Life of a table: bind every op of the model, `allocate` the workspaces, then `plan` each
+step.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from tvr.contract import (
     StepMeta,
 )
 from tvr.core.binding import Binder, Binding, PassedOver
+from tvr.core.composites import compose
 from tvr.core.plugin_checks import describe
 from tvr.core.plugins import BackendManager
+from tvr.core.watcher import Watcher
 from tvr.errors import ConfigError, PluginError
 
 #: Workspaces start at a multiple of this many bytes.
@@ -53,6 +56,7 @@ class OpTable:
         device: the device `manager` has probed.
         strict: refuse an op that the best-ranked backend does not serve.
         backend: name of a backend to ask before all others; None or "auto": as configured.
+        watcher: sees every call of an op that was bound by `bind_at`.
 
     Attributes:
         backend: that name, or None.
@@ -70,11 +74,15 @@ class OpTable:
         *,
         strict: bool = False,
         backend: str | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         if device != manager.device:
             raise ConfigError(f"the backends were probed for {manager.device}, not for {device}")
         self.backend = None if backend == "auto" else backend
         self._binder = Binder(manager, device, strict=strict, first=self.backend)
+        self._watcher = watcher
+        if watcher is not None:
+            watcher.begin(manager, device)
         self.stream = self._binder.stream
         self._device = device
         self._bindings: dict[OpSpec, Binding] = {}  # in binding order, parts before their whole
@@ -94,6 +102,14 @@ class OpTable:
                 raise ConfigError(f"{spec} must be bound before the workspaces are allocated")
             self._take(self._binder.settle(spec))
         return self._bindings[spec].bound
+
+    def bind_at(self, spec: OpSpec, site: str) -> BoundOp:
+        """Return what the model calls for `spec` at `site`, such as "layers.3.self_attn.o_proj".
+
+        It is `bind(spec)` itself, unless there is a watcher.
+        """
+        bound = self.bind(spec)
+        return bound if self._watcher is None else self._watched(self._bindings[spec], site)
 
     def bind_linear(
         self, spec: LinearSpec
@@ -126,6 +142,13 @@ class OpTable:
             if bound.plan is not None:
                 self._plans.append((_STEP_PARTS.get(op, "step"), bound.plan))
         return total
+
+    def start(self, bounds: Bounds) -> None:
+        """Let the watcher, if there is one, see every step from here on."""
+        if self._watcher is not None:
+            assert self._plans is not None, "the workspaces are allocated before"
+            self._watcher.start(bounds)
+            self._plans.append(("step", self._watcher.begin_step))
 
     def plan(self, batch: StepParts) -> None:
         """Run the plans of all bound ops for one step, in binding order, before its layers."""
@@ -196,6 +219,13 @@ class OpTable:
         "serves", "serves a part", "passed over" (with reasons) or "not asked".
         """
         return [self._binder.explain(spec) for spec in specs]
+
+    def _watched(self, binding: Binding, site: str) -> BoundOp:
+        """Return what the watcher makes of a bound op, of a composed one part by part."""
+        assert self._watcher is not None
+        if binding.parts:
+            return compose(binding.spec.op, [self._watched(part, site) for part in binding.parts])
+        return self._watcher.watch(site, binding.backend, binding.spec, binding.bound)
 
     def _take(self, binding: Binding) -> None:
         """Note `binding` as used, its parts first, so that they are planned and get workspaces."""
