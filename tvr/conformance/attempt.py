@@ -1,0 +1,107 @@
+"""One call of an op, run and judged beside a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tvr.conformance.subject import WRITES
+from tvr.conformance.verdict import Trial, find_fault
+from tvr.errors import KernelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tvr.conformance.fault import Fault
+    from tvr.conformance.snapshot import Snapshot
+    from tvr.conformance.subject import Call
+
+#: Outputs that `run` is given but does not return.
+_NOT_RETURNED = frozenset({"k_cache", "v_cache", "lse"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """What came of a call.
+
+    Attributes:
+        found: its outputs; empty if it raised.
+        reference: those of the reference; empty if both raised.
+        result: what `run` returned.
+        problem: what it did that no op may do; "": nothing.
+        fault: the first element over its limit; None: there is none, or there is a problem.
+    """
+
+    found: Mapping[str, Tensor]
+    reference: Mapping[str, Tensor]
+    result: object = None
+    problem: str = ""
+    fault: Fault | None = None
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.problem) or self.fault is not None
+
+
+def attempt(
+    snapshot: Snapshot,
+    live: Call,
+    run: Callable[[], object],
+    repeat: Callable[[], Mapping[str, Tensor]],
+    rounding: str,
+) -> Attempt:
+    """Run a call and judge it.
+
+    Args:
+        snapshot: the call as it is before.
+        live: the call itself.
+        run: runs `live` on the backend, to its end, and returns what that returned.
+        repeat: runs a copy on the reference and returns its outputs.
+        rounding: where the backend declares that a norm rounds.
+
+    Raises:
+        KernelError: the reference raised, and the backend did not.
+    """
+    try:
+        result = run()
+    except (Exception, SystemExit) as e:  # what a backend raises is its fault alone
+        return _raised(e, repeat)
+    try:
+        reference = repeat()
+    except Exception as e:
+        raise KernelError(f"the reference raised {_told(e)}, and the backend did not") from e
+    found = snapshot.outputs(live)
+    problem = _wrong_return(live, result)
+    if not problem and (name := snapshot.changed_input(live)) is not None:
+        problem = f"wrote its input {name}"
+    fault = None
+    if not problem:
+        trial = Trial(call=snapshot.call, found=found, reference=reference, rounding=rounding)
+        fault = find_fault(trial)
+    return Attempt(found=found, reference=reference, result=result, problem=problem, fault=fault)
+
+
+def _raised(error: BaseException, repeat: Callable[[], Mapping[str, Tensor]]) -> Attempt:
+    problem = f"raised {_told(error)}"
+    try:
+        return Attempt(found={}, reference=repeat(), problem=problem)
+    except Exception as e:
+        # The inputs may be to blame, or a GPU that takes no more work: the reader must know.
+        problem += f"; the reference raises too: {_told(e)}"
+        return Attempt(found={}, reference={}, problem=problem)
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _wrong_return(live: Call, result: object) -> str:
+    """Return how `result` differs from the very outputs that `run` was given; "": not at all."""
+    names = [n for n in WRITES[live.spec.op] if n not in _NOT_RETURNED]
+    returned = result if isinstance(result, tuple) else () if result is None else (result,)
+    if len(returned) == len(names) and all(
+        found is live[name] for found, name in zip(returned, names, strict=True)
+    ):
+        return ""
+    return f"returned {type(result).__name__} instead of {' and '.join(names) or 'nothing'} itself"
