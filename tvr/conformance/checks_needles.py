@@ -6,122 +6,142 @@ Noise finds rounding bugs; these inputs find indexing bugs. Every answer is know
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from tvr.conformance import tolerance
+from tvr.conformance.attending import BOTH, is_causal, rows_of, run
 from tvr.conformance.judge import within
 from tvr.conformance.ledger import Check
-from tvr.conformance.sequences import (
-    Sequences,
-    attention_call,
-    attention_spec,
-    random_sequences,
-)
+from tvr.conformance.sequences import Sequences, attention_spec, random_sequences
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tvr.conformance.case import Case
     from tvr.conformance.subject import Subject
+    from tvr.contract import AttentionSpec
+
+# (sequence, positions [q_len] of its rows) -> which of the rows are known [q_len], and what they
+# must be [q_len, H, D]
+Answers = Callable[[int, "Tensor"], tuple["Tensor", "Tensor"]]
 
 _NEEDLE_SCORE = 40.0  # every other key scores 0: exp(-40) is below fp32's eps
 _RAMP = 64  # values repeat after so many tokens, to be exact in bf16
-_MAX_EDGES = 16  # block edges tried in one sequence, evenly spread
+_MAX_EDGES = 8  # block edges tried in one sequence, evenly spread
+_SMALLEST_TILE = 16
+_LATE = 2**16  # from here on values count, in a long context
 
 
 def check_needle_is_found(backend: Subject, case: Case) -> None:
-    """One key aligned with the query outweighs all others: at both ends, at each block edge."""
+    """One key aligned with the query outweighs all others: at both ends and at every edge."""
     spec = attention_spec(case)
-    sequences = random_sequences(case)
+    sequences = replace(random_sequences(case), scale=_NEEDLE_SCORE / spec.head_dim)
     # Signs of a KV head's needle, shared by the query heads that read it.
     signs = torch.randint(2, (spec.num_kv_heads, spec.head_dim), generator=case.generator()) * 2 - 1
     for q in sequences.q:
-        q.copy_(signs.repeat_interleave(spec.group_size, dim=0))
+        q.copy_(_per_query_head(spec, signs))
     for v in sequences.v:
         v.copy_(_one_hot(*v.shape))
-    places = max(len(_needle_places(n, spec.block_size)) for n in case.kv_lens)
-    for turn in range(places):
-        needles = []
-        for k, kv_len in zip(sequences.k, case.kv_lens, strict=True):
-            options = _needle_places(kv_len, spec.block_size)
-            needles.append(options[turn % len(options)] if options else -1)
+    places = [_needle_places(n, spec.block_size) or [-1] for n in case.kv_lens]
+    for turn in range(max(map(len, places))):
+        needles = [options[turn % len(options)] for options in places]
+        for k, needle in zip(sequences.k, needles, strict=True):
             k.zero_()
-            if options:
-                k[needles[-1]] = signs.to(k.dtype)
+            if needle >= 0:
+                k[needle] = signs.to(k.dtype)
 
         def value_of_needle(
-            s: int, position: int, head: int, needles: list[int] = needles
-        ) -> Tensor | None:
-            if not 0 <= needles[s] <= position:
-                return None
-            return sequences.v[s][needles[s], head // spec.group_size]
+            s: int, positions: Tensor, needles: list[int] = needles
+        ) -> tuple[Tensor, Tensor]:
+            return positions >= needles[s], _per_query_head(spec, sequences.v[s][needles[s]])
 
-        scaled = Sequences(
-            q=sequences.q, k=sequences.k, v=sequences.v, scale=_NEEDLE_SCORE / spec.head_dim
-        )
-        _judge(backend, case, scaled, value_of_needle)
+        _judge(backend, case, sequences, value_of_needle)
 
 
 def check_equal_keys_average_the_visible_values(backend: Subject, case: Case) -> None:
     """With all scores equal the output is the mean of exactly the visible values."""
-    spec = attention_spec(case)
-    sequences = random_sequences(case)
-    for k in sequences.k:
-        k.fill_(1.0)
-    for v in sequences.v:
-        v.copy_((torch.arange(len(v)) % _RAMP).view(-1, 1, 1).expand_as(v))
+    values = [1.0 + torch.arange(n) % _RAMP for n in case.kv_lens]
+    _judge_means(backend, case, values)
 
-    def mean(s: int, position: int, head: int) -> Tensor | None:
-        last = position if spec.causal else case.kv_lens[s] - 1
-        first = 0 if spec.window is None else max(0, position - spec.window + 1)
-        visible = [j % _RAMP for j in range(first, last + 1)]
-        if not visible:
-            return None
-        return torch.full((spec.head_dim,), sum(visible) / len(visible))
 
-    _judge(backend, case, sequences, mean)
+def check_late_values_of_a_long_context_count(backend: Subject, case: Case) -> None:
+    """Values 0 for 65,536 tokens and 1 from there on: of 131,072 the mean is a half."""
+    values = [(torch.arange(n) >= _LATE).float() for n in case.kv_lens]
+    _judge_means(backend, case, values)
 
 
 def check_query_heads_read_their_kv_head(backend: Subject, case: Case) -> None:
     """Query head h reads KV head h // group_size."""
     spec = attention_spec(case)
     sequences = random_sequences(case)
+    heads = (1.0 + torch.arange(spec.num_kv_heads)).view(-1, 1).expand(-1, spec.head_dim)
     for v in sequences.v:
-        v.copy_((1.0 + torch.arange(spec.num_kv_heads)).view(1, -1, 1).expand_as(v))
+        v.copy_(heads)
 
-    def kv_head(s: int, position: int, head: int) -> Tensor | None:
-        if position < 0 and spec.causal:
-            return None
-        return torch.full((spec.head_dim,), 1.0 + head // spec.group_size)
+    def kv_head(s: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        known = positions >= 0 if spec.causal else torch.full_like(positions >= 0, True)
+        return known, _per_query_head(spec, heads)
 
     _judge(backend, case, sequences, kv_head)
+
+
+def check_one_key_gives_its_value(backend: Subject, case: Case) -> None:
+    """A row that sees one key gives that key's value as it is, whatever the score."""
+    spec = attention_spec(case)
+    sequences = random_sequences(case)
+
+    def first_value(s: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return positions == 0, _per_query_head(spec, sequences.v[s][0])
+
+    _judge(backend, case, sequences, first_value)
 
 
 def check_large_scores_do_not_overflow(backend: Subject, case: Case) -> None:
     """Scores are summed in fp32: keys of 256 and 254 against a query of 256 leave fp16's range."""
     spec = attention_spec(case)
-    sequences = random_sequences(case)
+    sequences = replace(random_sequences(case), scale=1.0)
     for q in sequences.q:
         q.fill_(256.0)
     for k in sequences.k:
         k.fill_(254.0)
         k[-1:] = 256.0
 
-    def last_value(s: int, position: int, head: int) -> Tensor | None:
-        if position != case.kv_lens[s] - 1:
-            return None
-        return sequences.v[s][-1, head // spec.group_size]
+    def last_value(s: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return positions == case.kv_lens[s] - 1, _per_query_head(spec, sequences.v[s][-1])
 
-    unscaled = Sequences(q=sequences.q, k=sequences.k, v=sequences.v, scale=1.0)
-    _judge(backend, case, unscaled, last_value)
+    _judge(backend, case, sequences, last_value)
+
+
+def _judge_means(backend: Subject, case: Case, values: list[Tensor]) -> None:
+    """Judge with equal keys and values[s][j] in every channel of token j of sequence s."""
+    spec = attention_spec(case)
+    sequences = random_sequences(case)
+    for k, v, value in zip(sequences.k, sequences.v, values, strict=True):
+        k.fill_(1.0)
+        v.copy_(value.view(-1, 1, 1).expand_as(v))
+
+    def mean(s: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        behind = positions + 1 if spec.causal else torch.full_like(positions, case.kv_lens[s])
+        first = 0 * positions if spec.window is None else positions + 1 - spec.window
+        behind, first = behind.clamp_min(0), first.clamp_min(0)
+        sums = torch.cat([torch.zeros(1), values[s]]).double().cumsum(0)  # of what stands before
+        means = (sums[behind] - sums[first]) / (behind - first)
+        return behind > first, means.view(-1, 1, 1)
+
+    _judge(backend, case, sequences, mean)
 
 
 def _needle_places(kv_len: int, block_size: int) -> list[int]:
-    """First and last token, and the tokens on either side of block edges, where splits end too."""
+    """First and last token, and those on either side of block edges and powers of two.
+
+    Tiles and splits of keys end at block edges and, often, at powers of two.
+    """
     edges = range(block_size, kv_len, block_size)
     spread = {*edges[:: -(-len(edges) // _MAX_EDGES) or 1], *edges[-1:]}
+    spread |= {1 << i for i in range(kv_len.bit_length()) if 1 << i >= _SMALLEST_TILE}
     places = {0, kv_len - 1, *spread, *(edge - 1 for edge in spread)}
     return sorted(place for place in places if 0 <= place < kv_len)
 
@@ -129,33 +149,34 @@ def _needle_places(kv_len: int, block_size: int) -> list[int]:
 def _one_hot(kv_len: int, num_kv_heads: int, head_dim: int) -> Tensor:
     """Values that name their token and KV head: one channel each, of a size that grows."""
     values = torch.zeros(kv_len, num_kv_heads, head_dim)
-    for token in range(kv_len):
-        for head in range(num_kv_heads):
-            values[token, head, (token + 3 * head) % head_dim] = 1 + token // head_dim
-    return values
+    token, head = torch.arange(kv_len).view(-1, 1), torch.arange(num_kv_heads)
+    channel = (token + 3 * head) % head_dim  # [kv_len, KVH]
+    size = (1.0 + token // head_dim).expand_as(channel)
+    return values.scatter_(2, channel.unsqueeze(2), size.unsqueeze(2))
 
 
-def _judge(
-    backend: Subject,
-    case: Case,
-    sequences: Sequences,
-    wanted: Callable[[int, int, int], Tensor | None],
-) -> None:
-    """Run, and compare the rows for which `wanted(sequence, position, head)` knows the answer."""
-    call = attention_call(case, sequences, backend.torch_device)
-    backend.run(call)
-    out = call["out"].cpu().double()
-    token = 0
-    for s, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
-        for position in range(kv_len - q_len, kv_len):
-            for head in range(out.shape[1]) if kv_len else ():
-                exact = wanted(s, position, head)
-                if exact is not None:
-                    what = f"sequence {s}, position {position}, head {head}"
-                    limit = tolerance.needle_limit(case.spec.dtype, kv_len)
-                    limit *= exact.abs().max().item()
-                    within(what, out[token, head], exact.double(), limit, "must be exact")
-            token += 1
+def _per_query_head(spec: AttentionSpec, x: Tensor) -> Tensor:
+    """Return x [KVH, D] as [H, D]."""
+    return x.repeat_interleave(spec.group_size, dim=0)
+
+
+def _judge(backend: Subject, case: Case, sequences: Sequences, answers: Answers) -> None:
+    """Run, and compare the rows whose answer is known."""
+    out = run(backend, case, sequences)["out"].cpu().double()
+    for s, rows in enumerate(rows_of(sequences)):
+        kv_len = len(sequences.k[s])
+        if kv_len == 0:
+            continue
+        positions = torch.arange(rows.start, rows.stop) - rows.stop + kv_len
+        known, answer = answers(s, positions)
+        exact = answer.double().expand_as(out[rows])[known]
+        limit = tolerance.needle_limit(case.spec.dtype, kv_len)
+        # The spacing of the numbers, where it stops shrinking with them.
+        limits = torch.maximum(
+            limit * exact.abs().amax(-1, keepdim=True), tolerance.ulp(exact, case.spec.dtype)
+        )
+        what = f"rows {positions[known].tolist()[:3]}... of sequence {s}"
+        within(what, out[rows][known], exact, limits, "must be exact")
 
 
 def _sees_all(case: Case) -> bool:
@@ -164,11 +185,21 @@ def _sees_all(case: Case) -> bool:
     return spec.causal and spec.window is None and spec.softcap is None
 
 
-_BOTH = ("attention_decode", "attention_prefill")
+def _has_first_row(case: Case) -> bool:
+    """Whether a row stands at position 0, where it sees one key."""
+    lens = zip(case.q_lens, case.kv_lens, strict=True)
+    return is_causal(case) and any(q_len >= kv_len > 0 for q_len, kv_len in lens)
+
+
+def _is_long(case: Case) -> bool:
+    return max(case.kv_lens) > _LATE
+
 
 CHECKS = (
-    Check(run=check_needle_is_found, ops=_BOTH, applies=_sees_all),
-    Check(run=check_equal_keys_average_the_visible_values, ops=_BOTH),
-    Check(run=check_query_heads_read_their_kv_head, ops=_BOTH),
-    Check(run=check_large_scores_do_not_overflow, ops=_BOTH, applies=_sees_all),
+    Check(run=check_needle_is_found, ops=BOTH, applies=_sees_all),
+    Check(run=check_equal_keys_average_the_visible_values, ops=BOTH),
+    Check(run=check_late_values_of_a_long_context_count, ops=BOTH, applies=_is_long),
+    Check(run=check_query_heads_read_their_kv_head, ops=BOTH),
+    Check(run=check_one_key_gives_its_value, ops=BOTH, applies=_has_first_row),
+    Check(run=check_large_scores_do_not_overflow, ops=BOTH, applies=_sees_all),
 )

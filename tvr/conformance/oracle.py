@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from tvr.contract import AttentionSpec
+
+_MAX_SCORES = 1 << 22  # held at once; fp64: 32 MiB
 
 
 def rms_norm(
@@ -76,18 +80,19 @@ class Attention(NamedTuple):
 
 def attention(spec: AttentionSpec, scale: float, q: Tensor, k: Tensor, v: Tensor) -> Attention:
     """Return attention of one sequence: q [q_len, H, D]; k, v [kv_len, KVH, D]."""
-    q_len, kv_len = q.shape[0], k.shape[0]
     out = torch.zeros(q.shape, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float64)
     largest_score = 0.0
     key, value = _per_query_head(spec, k.double()), _per_query_head(spec, v.double())
-    for i in range(q_len):
-        keys = _visible_keys(spec, i, q_len, kv_len)
-        if keys.stop > keys.start:
-            score = _scores(spec, scale, q[i].double(), key[keys])  # [keys, H]
-            lse[i] = torch.logsumexp(score, dim=0)
-            out[i] = torch.einsum("kh,khd->hd", torch.exp(score - lse[i]), value[keys])
-            largest_score = max(largest_score, score.abs().max().item())
+    for rows in _tiles(spec, len(q), len(k)):
+        score = _scores(spec, scale, q[rows].double(), key)  # [rows, H, keys]
+        visible = _visible(spec, rows, len(q), len(k))
+        largest_score = max(largest_score, score.abs().where(visible, 0.0).max().item())
+        score = score.where(visible, -math.inf)
+        lse[rows] = torch.logsumexp(score, dim=-1)
+        # Selected, not multiplied: a row that sees no key has (-inf) - (-inf) here.
+        weights = torch.exp(score - lse[rows].unsqueeze(-1)).where(visible, 0.0)
+        out[rows] = torch.einsum("qhk,khd->qhd", weights, value)
     return Attention(out, lse, largest_score)
 
 
@@ -98,16 +103,21 @@ def low_precision_attention(
 
     Scores in fp32, softmax weights rounded to q's dtype, result rounded to q's dtype.
     """
-    q_len, kv_len = q.shape[0], k.shape[0]
     out = torch.zeros_like(q)
     key, value = _per_query_head(spec, k.float()), _per_query_head(spec, v.float())
-    for i in range(q_len):
-        keys = _visible_keys(spec, i, q_len, kv_len)
-        if keys.stop > keys.start:
-            score = _scores(spec, scale, q[i].float(), key[keys])
-            weights = torch.softmax(score, dim=0).to(q.dtype).float()
-            out[i] = torch.einsum("kh,khd->hd", weights, value[keys]).to(q.dtype)
+    for rows in _tiles(spec, len(q), len(k)):
+        visible = _visible(spec, rows, len(q), len(k))
+        score = _scores(spec, scale, q[rows].float(), key).where(visible, -math.inf)
+        weights = torch.softmax(score, dim=-1).where(visible, 0.0).to(q.dtype).float()
+        out[rows] = torch.einsum("qhk,khd->qhd", weights, value).to(q.dtype)
     return out
+
+
+def _tiles(spec: AttentionSpec, q_len: int, kv_len: int) -> Iterator[slice]:
+    """Yield the rows in tiles of not too many scores; none where there is no key to see."""
+    size = max(1, _MAX_SCORES // max(1, spec.num_heads * kv_len))
+    for start in range(0, q_len, size) if kv_len else ():
+        yield slice(start, min(start + size, q_len))
 
 
 def _per_query_head(spec: AttentionSpec, x: Tensor) -> Tensor:
@@ -117,13 +127,14 @@ def _per_query_head(spec: AttentionSpec, x: Tensor) -> Tensor:
 
 
 def _scores(spec: AttentionSpec, scale: float, q: Tensor, key: Tensor) -> Tensor:
-    """Return the scaled (and capped) scores [keys, H] of q [H, D] and key [keys, H, D]."""
-    score = torch.einsum("khd,hd->kh", key, q) * scale
+    """Return the scaled (and capped) scores [rows, H, keys] of q [rows, H, D] and every key."""
+    score = torch.einsum("qhd,khd->qhk", q, key) * scale
     return score if spec.softcap is None else spec.softcap * torch.tanh(score / spec.softcap)
 
 
-def _visible_keys(spec: AttentionSpec, i: int, q_len: int, kv_len: int) -> slice:
-    """Return the keys that row i sees; the last row stands at the last key (bottom-right)."""
-    position = kv_len - q_len + i
-    first = 0 if spec.window is None else max(0, position - spec.window + 1)
-    return slice(first, max(first, position + 1) if spec.causal else kv_len)
+def _visible(spec: AttentionSpec, rows: slice, q_len: int, kv_len: int) -> Tensor:
+    """Return which keys each row sees, [rows, 1, keys]; the last row stands at the last key."""
+    position = kv_len - q_len + torch.arange(rows.start, rows.stop).view(-1, 1, 1)
+    key = torch.arange(kv_len)
+    visible = key <= position if spec.causal else torch.full_like(key <= position, True)
+    return visible if spec.window is None else visible & (key > position - spec.window)
