@@ -122,7 +122,7 @@ def test_a_failure_tells_its_numbers_its_line_and_a_few_of_the_others():
     assert "error 0.5, limit 0.25 (error / limit = 2)" in text
     assert "reproduce: the line" in text
     assert text.count("also failing: ") == 8
-    assert text.endswith(f"and {len(failed) - 9} more cases")
+    assert text.endswith(f"and {len(failed) - 9} more")
 
 
 # --- JSON -------------------------------------------------------------------------------------

@@ -131,9 +131,11 @@ def format_failure(results: Sequence[CheckResult], line: str) -> str:
         lines.append(f"  {numbers}")
     lines.append(f"reproduce: {line}")
     others = [r for r in failed if r is not smallest]
-    lines += [f"also failing: {r.case}: {r.detail}" for r in others[:NAMED_CASES]]
+    for r in others[:NAMED_CASES]:
+        first_line = r.detail.partition("\n")[0]
+        lines.append(f"also failing: {r.case}: {first_line}")
     if len(others) > NAMED_CASES:
-        lines.append(f"and {len(others) - NAMED_CASES} more cases")
+        lines.append(f"and {len(others) - NAMED_CASES} more")
     return "\n".join(lines)
 
 
