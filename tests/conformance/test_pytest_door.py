@@ -116,6 +116,7 @@ def test_a_wrong_op_fails_with_its_smallest_case_and_others_are_skipped(site, tm
     assert "does not implement silu_mul" in said
 
 
+@pytest.mark.slow  # each crash costs the start of another process
 def test_a_backend_that_ends_its_process_fails_alone(site, tmp_path):
     code, said = conformance_run(site, tmp_path, "--tvr-backend=crashing", "--tvr-op=argmax")
     assert code == 1, said
