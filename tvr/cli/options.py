@@ -13,6 +13,7 @@ import typer
 
 if TYPE_CHECKING:
     from tvr.core.llm import LLM
+    from tvr.core.watcher import Watcher
 
 #: `--model demo`; the default. A path or hub id of that name goes before it.
 DEMO = "demo"
@@ -57,6 +58,18 @@ Strict = Annotated[
     bool, typer.Option("--strict", help="Refuse ops served by another than --backend.")
 ]
 Stats = Annotated[bool, typer.Option("--stats", help="Print times, KV use and who served each op.")]
+Shadow = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Repeat every op of --backend on this one; stop at the first fault."
+    ),
+]
+ShadowFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Keep the call at fault here. Default: tvr-shadow-OP.safetensors."
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
@@ -107,6 +120,7 @@ def open_llm(
     plugins: str | None,
     strict: bool,
     needs_tokenizer: bool = True,
+    shadow: Watcher | None = None,
 ) -> LLM:
     """Load the model and say which ops `backend`, named, does not serve.
 
@@ -131,6 +145,7 @@ def open_llm(
             load_format=load_format,
             plugins=find_config(plugins, os.environ),
             strict=strict,
+            shadow=shadow,
             progress=progress,
         )
     for passed in llm.parts.ops.passed_over:

@@ -10,7 +10,8 @@ import typer
 
 from tvr.cli import options
 from tvr.cli.output import text_writer
-from tvr.errors import ConfigError
+from tvr.cli.shadow import open_shadow, shadowed
+from tvr.errors import ConfigError, OpFault
 
 
 def run(
@@ -63,12 +64,14 @@ def run(
     plugins: options.Plugins = None,
     strict: options.Strict = False,
     stats: options.Stats = False,
+    shadow: options.Shadow = None,
+    shadow_file: options.ShadowFile = None,
     debug: options.Debug = False,
 ) -> int:
     """Continue a text or answer a question, streaming to stdout as it comes.
 
     With --input, run a file of prompts as one batch; --json writes a result a line, and a run
-    that was stopped goes on where it was.
+    that was stopped goes on where it was. With --shadow, find the first op that goes wrong.
     """
     from tvr.core.sampling_params import SamplingParams
 
@@ -89,6 +92,7 @@ def run(
         "plugins": plugins,
         "strict": strict,
     }
+    watcher = open_shadow(shadow, shadow_file, backend=backend, plugins=plugins)
     is_batch = input_file is not None or output_file is not None or as_json
     if input_file is not None and prompt is not None:
         raise ConfigError("PROMPT and --input were both given; give one of them")
@@ -96,6 +100,8 @@ def run(
         prompt = _checked_prompt(prompt)
         if prompt is None and is_batch:
             raise ConfigError("--json and --output need a PROMPT or --input")
+        if prompt is None and watcher is not None:
+            raise ConfigError("--shadow needs a PROMPT or --input; it stops at the first fault")
     if is_batch:
         if stats:
             raise ConfigError("--stats is of one answer; use it without --input, --output, --json")
@@ -105,25 +111,33 @@ def run(
         lines = [(1, (prompt or "").encode())] if input_file is None else read_lines(input_file)
         _check_not_same(input_file, output_file)
         jsonl = input_file is not None and input_file.suffix == ".jsonl"
-        return run_batch(
-            BatchOptions(params=params, model=model, chat=chat, system=system, jsonl=jsonl),
-            lines,
-            output_file,
-            as_json=as_json,
-            open_llm=lambda: options.open_llm(model, needs_tokenizer=not jsonl, **engine),
-        )
+        with shadowed(watcher, backend):
+            return run_batch(
+                BatchOptions(params=params, model=model, chat=chat, system=system, jsonl=jsonl),
+                lines,
+                output_file,
+                as_json=as_json,
+                open_llm=lambda: options.open_llm(
+                    model, needs_tokenizer=not jsonl, shadow=watcher, **engine
+                ),
+            )
 
     from tvr.cli.chat import converse
     from tvr.cli.conversation import Conversation
 
-    with options.open_llm(model, **engine) as llm:
+    with shadowed(watcher, backend), options.open_llm(model, shadow=watcher, **engine) as llm:
         has_template = llm.tokenizer is not None and llm.tokenizer.has_chat_template
         use_chat = has_template if chat is None else chat
         conversation = Conversation(llm, params, chat=use_chat, system=system)
         if prompt is None:
             converse(conversation, stats=stats)
             return 0
-        conversation.answer(prompt, text_writer())
+        write = text_writer()
+        try:
+            conversation.answer(prompt, write)
+        except OpFault:
+            write("\n")  # whatever had come of the answer ends here
+            raise
         if stats and conversation.last is not None:
             from tvr.cli.stats import print_stats
 

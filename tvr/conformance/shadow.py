@@ -9,6 +9,7 @@ what core does itself: looking up embeddings, and drawing random tokens.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -65,6 +66,7 @@ class Shadow:
         reference: name of the backend to compare with.
         file: where to write the call at fault; None: `tvr-shadow-OP.safetensors` in the working
             directory. What is there is replaced.
+        replay_options: more options for the command that a finding names.
 
     Attributes:
         calls: (backend, op) -> calls compared so far.
@@ -72,12 +74,19 @@ class Shadow:
         finding: what is wrong; None: nothing, so far.
     """
 
-    def __init__(self, reference: str = "torch", *, file: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        reference: str = "torch",
+        *,
+        file: str | Path | None = None,
+        replay_options: str = "",
+    ) -> None:
         self.reference = reference
         self.calls: Counter[tuple[str, str]] = Counter()
         self.unserved: dict[tuple[str, str], list[str]] = {}
         self.finding: Finding | None = None
         self._file = None if file is None else Path(file)
+        self._replay_options = replay_options
         self._manager: BackendManager | None = None
         self._num_places = 0
         self._repeats: dict[OpSpec, Callable[[Call], object]] = {}
@@ -149,15 +158,16 @@ class Shadow:
             raise ConfigError(
                 f"shadow {self.reference!r} has compared no call{whom}: {self._why_nothing()}"
             )
-        total, ops = sum(self.calls.values()), sorted({op for _, op in self.calls})
-        counts = ", ".join(
-            f"{op} {sum(n for (_, o), n in self.calls.items() if o == op):,}" for op in ops
-        )
+        by_op = Counter[str]()
+        for (_, op), n in self.calls.items():
+            by_op[op] += n
+        counts = ", ".join(f"{op} {n:,}" for op, n in sorted(by_op.items()))
+        calls, ops = _counted(by_op.total(), "call"), _counted(len(by_op), "op")
         left_out = "".join(
             f"; {op} of {name} was not compared: {', '.join(reasons)}"
             for (name, op), reasons in self.unserved.items()
         )
-        return f"{total:,} calls of {len(ops)} ops agree with {self.reference}: {counts}{left_out}"
+        return f"{calls} of {ops} agree with {self.reference}: {counts}{left_out}"
 
     def _why_nothing(self) -> str:
         reasons = [f"{op} of {b}: {', '.join(r)}" for (b, op), r in self.unserved.items()]
@@ -231,7 +241,8 @@ class Shadow:
             save(record, path)
         except Exception as e:  # a broken device, a full disk: the fault matters more
             return replace(finding, kept=f"not kept in {path}: {e}")
-        again = f"tvr conformance --backend {place.backend}{device} --replay {path}"
+        options = f"--backend {place.backend}{device}{self._replay_options}"
+        again = f"tvr conformance {options} --replay {shlex.quote(str(path))}"
         return replace(finding, kept=f"kept in {path}; `{again}` runs it again")
 
 
@@ -242,6 +253,10 @@ def _in_the_pool(fault: Fault, snapshot: Snapshot) -> Fault:
     assert snapshot.blocks is not None
     block = int(snapshot.blocks[fault.index[0] - 1])
     return replace(fault, index=(block, *fault.index[1:]))
+
+
+def _counted(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" + "s" * (n != 1)
 
 
 def _pack(bound: BoundOp, weight: Tensor, bias: Tensor | None) -> Packed:
