@@ -67,6 +67,10 @@ def _always(_: Case) -> bool:
     return True
 
 
+def _nothing(backend: Subject, case: Case) -> list[str]:
+    return []
+
+
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """A check function and where it applies.
@@ -78,7 +82,8 @@ class Check:
         applies: whether a case has what the check needs (an lse, several blocks, ...).
         also: a second spec that the check runs; it is skipped where that is not declared.
         of_declaration: judges the declaration itself, so undeclared specs are its business too.
-        needs_cuda: is skipped on other devices.
+        needs: why the check cannot be run: a device that is missing, or a part that the backend
+            does not bind; empty: it can.
     """
 
     run: Callable[[Subject, Case], None]
@@ -87,7 +92,7 @@ class Check:
     applies: Callable[[Case], bool] = _always
     also: Callable[[Case], OpSpec] | None = None
     of_declaration: bool = False
-    needs_cuda: bool = False
+    needs: Callable[[Subject, Case], list[str]] = _nothing
 
     @property
     def name(self) -> str:

@@ -7,11 +7,15 @@ from tvr.conformance import (
     checks_batching,
     checks_common,
     checks_dense,
+    checks_graph,
     checks_kv,
     checks_needles,
     checks_norm,
     checks_paging,
+    checks_plan,
     checks_rope,
+    checks_stream,
+    checks_workspace,
 )
 from tvr.conformance.ledger import Check
 from tvr.contract import OPS
@@ -26,6 +30,10 @@ CHECKS: tuple[Check, ...] = (
     *checks_batching.CHECKS,
     *checks_paging.CHECKS,
     *checks_needles.CHECKS,
+    *checks_workspace.CHECKS,
+    *checks_plan.CHECKS,
+    *checks_graph.CHECKS,
+    *checks_stream.CHECKS,
 )
 
 #: What is checked: each op, and all of them together in a model.

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tvr.conformance.binding import Binding, step_of
+from tvr.conformance.bounds import holding
 from tvr.conformance.ledger import CheckFailed
 from tvr.contract import (
-    PROTOCOLS,
     BackendInfo,
     BoundOp,
     Bounds,
     DeviceFacts,
     OpSpec,
-    StepMeta,
     check_bound,
     why_not,
 )
@@ -26,9 +28,10 @@ from tvr.errors import BackendUnavailable, ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Room for the largest call of the suite.
-BOUNDS = Bounds(max_num_seqs=64, max_num_tokens=8192, max_seq_len=16384, max_q_len=8192)
-_WORKSPACE_ALIGNMENT = 256
+#: Bindings that stay between calls: as many as a unit has named cases, and some drawn ones, as
+#: long as their workspaces are no more than this.
+_KEPT_BINDINGS = 64
+_KEPT_BYTES = 4 << 30
 
 #: The tensors that each op may write; all others are inputs.
 WRITES: dict[str, tuple[str, ...]] = {
@@ -90,6 +93,7 @@ class Subject:
         info: what the backend declares.
         device: the device as hooks see it.
         torch_device: the device as torch sees it.
+        stream: the backend's own, on which its ops are run; None: it takes any.
 
     Raises:
         PluginError: tvr would refuse to load the object; the message says why.
@@ -103,8 +107,11 @@ class Subject:
         self.device = device
         self.torch_device = torch.device(str(device))
         self._on_gpu = device.type == "cuda"
-        self._stream = backend.call("tvr_stream", device=device) if self._on_gpu else None
-        self._bound: dict[OpSpec, BoundOp] = {}
+        self.stream: torch.cuda.Stream | None = (
+            backend.call("tvr_stream", device=device) if self._on_gpu else None
+        )
+        self._bindings: OrderedDict[tuple[OpSpec, Bounds], Binding] = OrderedDict()
+        self._runner: Callable[[Call], object] = self._run
 
     @classmethod
     def installed(
@@ -131,43 +138,68 @@ class Subject:
         if self._on_gpu:
             torch.cuda.synchronize(self.torch_device)
         # With no stream of its own (None) this changes nothing.
-        with torch.cuda.stream(self._stream):
-            result = self._run(call)
+        with torch.cuda.stream(self.stream):
+            result = self._runner(call)
         if self._on_gpu:
             torch.cuda.synchronize(self.torch_device)
         return result
 
-    def _run(self, call: Call) -> object:
-        op = call.spec.op
-        if call.spec not in self._bound:
-            self._bound[call.spec] = self._bind_for_runs(call.spec)
-        bound = self._bound[call.spec]
-        args = dict(call.args)
-        if op == "linear":
-            pair = args.pop("weight"), args.pop("bias")
-            args["packed"] = pair if bound.pack is None else bound.pack(*pair)
-        if bound.plan is not None:
-            bound.plan(args.get("step") or _step_of_rows(call))
-        parameters = list(inspect.signature(PROTOCOLS[op].__call__).parameters.values())[1:]
-        positional = [args.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        return bound.run(*positional, **args)
+    def with_runner(self, runner: Callable[[Call], object]) -> Subject:
+        """Return this backend with another way to run a call: behind a delay, from a graph."""
+        other = copy.copy(self)
+        other._runner = runner
+        return other
 
-    def _bind_for_runs(self, spec: OpSpec) -> BoundOp:
+    def bind_declared(self, spec: OpSpec) -> BoundOp:
+        """Return what the hook binds for a declared spec.
+
+        Raises:
+            CheckFailed: it returned None.
+        """
         bound = self.bind(spec)
         if bound is None:
             raise CheckFailed(f"declares {spec} but tvr_bind_{spec.op} returned None")
-        has_state = bound.plan is not None or bound.attach is not None
-        if has_state and any(bound is other for other in self._bound.values()):
-            raise CheckFailed("a BoundOp with a plan or a workspace must be new for each spec")
-        if bound.workspace_bytes is not None and bound.attach is not None:
-            bound.attach(self._workspace(bound.workspace_bytes(BOUNDS)))
         return bound
 
-    def _workspace(self, num_bytes: int) -> Tensor:
-        size = num_bytes + _WORKSPACE_ALIGNMENT
-        buffer = torch.zeros(size, dtype=torch.uint8, device=self.torch_device)
-        start = -buffer.data_ptr() % _WORKSPACE_ALIGNMENT
-        return buffer[start : start + num_bytes]
+    def lacks(self, spec: OpSpec, part: str) -> list[str]:
+        """Return that a declared spec is bound without `part` of a `BoundOp`; empty: it has it."""
+        try:
+            bound = self.bind(spec)
+        except (Exception, SystemExit):  # a check that binds it will say so
+            return []
+        has_part = bound is None or getattr(bound, part) is not None
+        return [] if has_part else [f"binds {spec.op} without {part}"]
+
+    def binding(self, spec: OpSpec, bounds: Bounds) -> Binding:
+        """Return a new binding of a declared spec, with a workspace for `bounds`.
+
+        Raises:
+            CheckFailed: the hook returned None, or a `BoundOp` in use whose state would be shared.
+        """
+        bound = self.bind_declared(spec)
+        has_state = bound.plan is not None or bound.attach is not None
+        if has_state and any(bound is other.bound for other in self._bindings.values()):
+            raise CheckFailed(
+                "a BoundOp with a plan or a workspace must be new for each spec, and for each "
+                "call of the bind hook"
+            )
+        return Binding(bound, bounds, self.torch_device)
+
+    def _run(self, call: Call) -> object:
+        key = call.spec, holding(step_of(call))
+        if key not in self._bindings:
+            self._bindings[key] = self.binding(*key)
+            self._forget_the_oldest()
+        self._bindings.move_to_end(key)
+        return self._bindings[key](call)
+
+    def _forget_the_oldest(self) -> None:
+        def too_many() -> bool:
+            num_bytes = sum(binding.num_bytes for binding in self._bindings.values())
+            return len(self._bindings) > _KEPT_BINDINGS or num_bytes > _KEPT_BYTES
+
+        while len(self._bindings) > 1 and too_many():
+            self._bindings.popitem(last=False)
 
 
 def device_facts(device: str) -> DeviceFacts:
@@ -199,20 +231,3 @@ def _load(plugin: object, device: DeviceFacts) -> Backend:
     manager = BackendManager(PluginConfig(), plugins=[plugin], device=device, installed=())
     (backend,) = manager.ranked(usable=False)
     return manager.require(backend.name)
-
-
-def _step_of_rows(call: Call) -> StepMeta:
-    """Return the step of a call that has none: its rows are one sequence of new tokens."""
-    rows = next(iter(call.read.values()))
-    num_tokens, device = len(rows), rows.device
-    lens = [num_tokens] if num_tokens else []
-    return StepMeta(
-        block_table=torch.zeros(len(lens), num_tokens, dtype=torch.int32, device=device),
-        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        cu_seqlens_q=torch.tensor([0, *lens], dtype=torch.int32, device=device),
-        num_seqs=len(lens),
-        num_tokens=num_tokens,
-        max_q_len=num_tokens,
-        max_seq_len=num_tokens,
-        seq_lens_cpu=lens,
-    )

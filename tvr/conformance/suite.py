@@ -248,6 +248,4 @@ def why_skipped(backend: Subject, check: Check, case: Case) -> list[str]:
     flags = declared_flags(backend.info, case.spec, backend.device)
     if not reasons and check.flag is not None and check.flag not in flags:
         return [f"is not declared {check.flag}"]
-    if not reasons and check.needs_cuda and backend.device.type != "cuda":
-        return ["needs a CUDA device"]
-    return reasons
+    return reasons or check.needs(backend, case)
