@@ -11,6 +11,7 @@ import typer
 
 from tvr.cli.backends import backends
 from tvr.cli.chat import chat
+from tvr.cli.conformance import conformance
 from tvr.cli.env import env
 from tvr.cli.models import models
 from tvr.cli.run import run
@@ -29,6 +30,7 @@ app.command(short_help="Continue a text or answer a question.")(run)
 app.command(short_help="Talk with a model that remembers the conversation.")(chat)
 app.command(short_help="List the models on this machine.")(models)
 app.command(short_help="List the backends, and who serves which op.")(backends)
+app.command(short_help="Check whether a backend keeps the contract.")(conformance)
 app.command(short_help="Print what a bug report needs.")(env)
 
 

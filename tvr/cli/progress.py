@@ -65,6 +65,22 @@ def batch_bar(total: int, done: int) -> Iterator[Callable[[int, int], None]]:
         yield report
 
 
+@contextmanager
+def suite_bar(total: int) -> Iterator[Callable[[int, str], None]]:
+    """Yield what to call with the checks done so far and what is being done."""
+    if not _is_terminal():
+        yield lambda done, doing: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
+    bar = _bar(
+        BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    )
+    task = bar.add_task("", total=total)
+    with bar:
+        yield lambda done, doing: bar.update(task, completed=done, description=doing)
+
+
 def _is_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
 

@@ -99,11 +99,12 @@ def apply_expected(
     for entry in entries if all_cases else ():
         asked = any((r.op, r.check) == (entry.op, entry.check) for r in results)
         if asked and not any(entry.covers(result) for result in ran):
-            detail = f"expected to fail ({entry.reason}), but no such case was run; drop the entry"
+            detail = (
+                f"expected to fail on {entry.case!r} ({entry.reason}), but no such case was run; "
+                "drop the entry"
+            )
             judged.append(
-                CheckResult(
-                    check=entry.check, op=entry.op, case=entry.case, outcome=FAILED, detail=detail
-                )
+                CheckResult(check=entry.check, op=entry.op, case="", outcome=FAILED, detail=detail)
             )
     return judged
 

@@ -1,0 +1,237 @@
+"""`tvr conformance`: does a backend keep the contract?"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tvr.cli import options
+from tvr.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tvr.conformance.ledger import CheckResult
+    from tvr.conformance.selection import Selection
+    from tvr.conformance.suite import Unit
+    from tvr.conformance.suite_run import Facts, SuiteRun
+    from tvr.conformance.task import Task
+
+    RunUnit = Callable[[Unit], Iterator[CheckResult]]
+
+EXIT_FAILED = 1
+
+
+def conformance(
+    *,
+    backend: Annotated[str, typer.Option(metavar="NAME", help="The installed backend to check.")],
+    op: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OP", help="Only this op, or engine; several with commas or given again."
+        ),
+    ] = None,
+    check: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CHECK", help="Only this check; several as with --op."),
+    ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(metavar="CASE", help="Only this case of one --op; may be given again."),
+    ] = None,
+    level: Annotated[
+        str, typer.Option(metavar="NAME", help="smoke, quick or full: how many cases.")
+    ] = "smoke",
+    seed: Annotated[
+        int, typer.Option(metavar="N", help="Equal seeds draw equal cases and numbers.")
+    ] = 0,
+    max_examples: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Cases drawn for each check of each op. Default: as --level says."
+        ),
+    ] = None,
+    expect: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Failures expected, as TOML; each must then fail."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
+    ] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a report to look at.")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N.")] = "cpu",
+    plugins: options.Plugins = None,
+    in_process: Annotated[
+        bool,
+        typer.Option("--in-process", help="Run without a child process, as for a debugger."),
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="Most seconds for a case before it has hung. Default: 300."),
+    ] = None,
+    debug: options.Debug = False,
+) -> int:
+    """Run the conformance suite over an installed backend.
+
+    Exit code 0 only if every declared op that was asked for was checked and passed.
+    """
+    from tvr.cli.conformance_text import print_run
+    from tvr.conformance.expected import apply_expected, load_expected
+    from tvr.conformance.report_html import write_html
+    from tvr.conformance.report_json import write_json
+    from tvr.conformance.selection import Selection
+    from tvr.conformance.task import Task
+    from tvr.core.plugin_config import find_config
+
+    selection = Selection(
+        ops=_listed(op),
+        checks=_listed(check),
+        cases=None if case is None else tuple(case),
+        level=level,
+        seed=seed,
+        max_examples=max_examples,
+    )
+    _check_can_draw(selection)
+    if in_process and timeout is not None:
+        raise ConfigError("--timeout ends a child process, and --in-process has none; drop one")
+    expected = [] if expect is None else load_expected(expect)
+    _make_room_for(json_file, html_file)
+    config = find_config(plugins, os.environ)
+    task = Task(
+        backend=backend,
+        device=device,
+        plugins=None if config is None else str(config),
+        selection=selection,
+    )
+    run = _run(
+        task,
+        in_process=in_process,
+        timeout=timeout,
+        judge=lambda found: apply_expected(found, expected, all_cases=case is None),
+    )
+    if json_file is not None:
+        write_json(json_file, run)
+    if html_file is not None:
+        write_html(html_file, run)
+    print_run(run, partial(_reproduce, task=task, expect=expect, timeout=timeout))
+    return 0 if run.passed else EXIT_FAILED
+
+
+def _run(
+    task: Task,
+    *,
+    in_process: bool,
+    timeout: float | None,
+    judge: Callable[[Iterable[CheckResult]], list[CheckResult]],
+) -> SuiteRun:
+    from tvr.cli.progress import suite_bar
+    from tvr.conformance.suite import missing_checks, units
+    from tvr.conformance.suite_run import SuiteRun
+    from tvr.contract import ABI_MAJOR, ABI_MINOR, BackendInfo, Box
+
+    selection = task.selection
+    chosen = units(selection)
+    started, began = datetime.now(timezone.utc), time.monotonic()
+    options.allow_interrupts()
+    results: list[CheckResult] = []
+    with _suite(task, in_process, timeout) as (facts, run_unit):
+        _refuse_undeclared(facts, selection)
+        with suite_bar(len(chosen)) as report:
+            num_failed = 0
+            for num_done, unit in enumerate(chosen):
+                doing = f"{unit.op}: {unit.check}"
+                report(num_done, f"{num_failed} failed, {doing}")
+                for result in run_unit(unit):
+                    results.append(result)
+                    num_failed += result.failed
+                    report(num_done, f"{num_failed} failed, {doing}")
+    # Here only the names of declared ops are known, and only they are asked for.
+    declared = {op: [Box(dtypes=())] for op in facts.declared}
+    info = BackendInfo(name=facts.backend, abi=(ABI_MAJOR, ABI_MINOR), ops=declared)
+    results += missing_checks(info, results, selection)
+    return SuiteRun(
+        **asdict(facts),
+        **asdict(selection),
+        started=started.isoformat(timespec="seconds"),
+        seconds=time.monotonic() - began,
+        results=judge(results),
+    )
+
+
+@contextmanager
+def _suite(task: Task, in_process: bool, timeout: float | None) -> Iterator[tuple[Facts, RunUnit]]:
+    """Yield the facts of the loaded backend, and what runs a unit on it."""
+    if in_process:
+        from tvr.conformance.suite import run_unit
+
+        subject, facts = task.load()
+        yield facts, lambda unit: run_unit(subject, unit, task.selection)
+        return
+    from tvr.conformance.isolate import TIMEOUT_S, IsolatedSuite
+
+    with IsolatedSuite(task, timeout=TIMEOUT_S if timeout is None else timeout) as suite:
+        yield suite.facts, suite.run
+
+
+def _reproduce(
+    result: CheckResult, *, task: Task, expect: Path | None, timeout: float | None
+) -> str:
+    """Return the line that runs a failed case again, under all that can make it fail."""
+    from tvr.conformance.report import reproduction
+
+    line = reproduction(
+        result,
+        backend=task.backend,
+        level=task.selection.level,
+        device=task.device,
+        plugins=task.plugins,
+    )
+    more = [] if expect is None else ["--expect", str(expect)]
+    more += [] if timeout is None else ["--timeout", f"{timeout:g}"]
+    return f"{line} {shlex.join(more)}".rstrip()
+
+
+def _listed(values: list[str] | None) -> tuple[str, ...] | None:
+    """Return names that were given one by one, with commas between, or both."""
+    if values is None:
+        return None
+    return tuple(name.strip() for value in values for name in value.split(","))
+
+
+def _check_can_draw(selection: Selection) -> None:
+    if selection.examples and importlib.util.find_spec("hypothesis") is None:
+        raise ConfigError(
+            "hypothesis draws the cases, and is not installed; pip install 'tvr[conformance]', or "
+            "use --max-examples 0"
+        )
+
+
+def _make_room_for(*files: Path | None) -> None:
+    """Make the folders of reports before the work, so that it is not in vain."""
+    for file in files:
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if file.is_dir():
+                raise ConfigError(f"the report {file} is a folder; name a file")
+
+
+def _refuse_undeclared(facts: Facts, selection: Selection) -> None:
+    from tvr.contract import OPS
+
+    undeclared = [op for op in selection.ops or () if op in OPS and op not in facts.declared]
+    if undeclared:
+        raise ConfigError(
+            f"backend {facts.backend!r} does not declare {', '.join(undeclared)}; it declares "
+            f"{', '.join(facts.declared) or 'nothing'}"
+        )
