@@ -65,6 +65,11 @@ SILU_ZERO = 1e-30  # silu(-100) = -4e-42, which fp32 hardware may flush to zero
 #: of the sums, where `FP32_FROBENIUS_EPS` holds.
 NEEDLE_EPS = 1.0
 
+#: Logits of a whole model in half precision: the root mean square of the error against fp64, as a
+#: multiple of what the reference has in the same dtype. Of thousands of logits that is a steady
+#: measure (right backends differ by a fifth at most), where the largest is one draw of a tail.
+LOGITS_ERROR_FACTOR = 1.5
+
 
 def frobenius_limit(dtype: str, num_terms: int) -> float:
     """Return the largest relative Frobenius error of sums of `num_terms` products."""
@@ -96,6 +101,24 @@ def needle_limit(dtype: str, kv_len: int) -> float:
     if dtype == "float32":
         return frobenius_limit(dtype, kv_len)
     return NEEDLE_EPS * EPS[dtype]
+
+
+def logits_limit(dtype: str, reference_error: float, largest: float, num_ops: int) -> float:
+    """Return the largest error of one logit of a model.
+
+    In half precision that is measured by the largest error of the reference, as for one op. In
+    fp32 each op of the chain may be off as `FP32_FROBENIUS_EPS` says, and independent errors add
+    up as the root of their number.
+
+    Args:
+        dtype: of the model.
+        reference_error: largest error of the reference in this dtype.
+        largest: the largest logit.
+        num_ops: ops that a logit comes through.
+    """
+    if dtype != "float32":
+        return max_error_limit(dtype, reference_error, largest)
+    return FP32_FROBENIUS_EPS * EPS[dtype] * math.sqrt(num_ops) * largest
 
 
 def ulp(x: Tensor, dtype: str) -> Tensor:

@@ -1,0 +1,170 @@
+"""The tiny models that engine checks run a backend in: their specs, and the named cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+from tvr.conformance.case import LEVELS, Case
+from tvr.contract import (
+    COMPOSITES,
+    DTYPES,
+    SPECS,
+    AddRmsNormSpec,
+    ArgmaxSpec,
+    AttentionDecodeSpec,
+    AttentionPrefillSpec,
+    LinearSpec,
+    OpSpec,
+    RmsNormSpec,
+    RopeKvWriteSpec,
+    SiluMulSpec,
+)
+
+#: `Check.ops` of the checks that run a model.
+ENGINE = ("engine",)
+
+#: Up to this many rows core gives a product to the `linear` bound for few rows.
+SMALL_BATCH_ROWS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(OpSpec):
+    """A Llama model. "engine" is no op of the contract: it stands for all that a model binds."""
+
+    op: ClassVar[str] = "engine"
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+
+
+def model_spec(case: Case) -> ModelSpec:
+    """Return the case's spec, known to be that of a model."""
+    assert isinstance(case.spec, ModelSpec)
+    return case.spec
+
+
+def bound_specs(spec: ModelSpec) -> list[OpSpec]:
+    """Return every spec that an engine binds for this model."""
+    own: dict[str, Any] = {"dtype": spec.dtype, "batch_invariant": spec.batch_invariant}
+    paged = {
+        **own,
+        "num_heads": spec.num_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "block_size": spec.block_size,
+    }
+    return [
+        RmsNormSpec(**own, hidden_size=spec.hidden_size),
+        AddRmsNormSpec(**own, hidden_size=spec.hidden_size),
+        RopeKvWriteSpec(**paged),
+        AttentionDecodeSpec(**paged),
+        AttentionPrefillSpec(**paged),
+        SiluMulSpec(**own, intermediate_size=spec.intermediate_size),
+        *_products(spec, own),
+        ArgmaxSpec(**own, vocab_size=spec.vocab_size),
+    ]
+
+
+def op_specs(spec: ModelSpec) -> list[OpSpec]:
+    """Return every spec with a share in this model: those bound, and the parts of composites."""
+    bound = bound_specs(spec)
+    parts = [(SPECS[op], whole) for whole in bound for op in COMPOSITES.get(whole.op, ())]
+    return bound + [
+        cls(**{f.name: getattr(whole, f.name) for f in fields(cls)}) for cls, whole in parts
+    ]
+
+
+def why_not_model(spec: ModelSpec, why_not: Callable[[OpSpec], list[str]]) -> list[str]:
+    """Return why a backend has no part in this model; empty: it serves some op of it.
+
+    A batch-invariant model is for backends that declare that of every op they serve.
+
+    Args:
+        spec: the model's.
+        why_not: returns why the backend does not declare an op's spec.
+    """
+    served = [s for s in op_specs(replace(spec, batch_invariant=False)) if not why_not(s)]
+    if not served:
+        return ["serves none of the ops of this model"]
+    if not spec.batch_invariant:
+        return []
+    # For few rows there is no op of its own then: two ops round differently.
+    kept = [s for s in served if getattr(s, "max_rows", None) is None]
+    reasons = {
+        f"{s.op}: {reason}" for s in kept for reason in why_not(replace(s, batch_invariant=True))
+    }
+    return sorted(reasons) if kept else ["serves none of the ops of this model"]
+
+
+def _products(spec: ModelSpec, own: dict[str, Any]) -> list[OpSpec]:
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    sizes = [
+        (spec.hidden_size, q_size + 2 * kv_size),
+        (q_size, spec.hidden_size),
+        (spec.hidden_size, 2 * spec.intermediate_size),
+        (spec.intermediate_size, spec.hidden_size),
+        (spec.hidden_size, spec.vocab_size),
+    ]
+    limits = (None,) if spec.batch_invariant else (None, SMALL_BATCH_ROWS)
+    return [
+        LinearSpec(**own, in_features=n_in, out_features=n_out, max_rows=max_rows)
+        for n_in, n_out in sizes
+        for max_rows in limits
+    ]
+
+
+# (layers, query heads, KV heads, head_dim, block_size, hidden, intermediate, vocabulary)
+_MODELS = {
+    "smoke": [(2, 6, 2, 64, 16, 128, 192, 160)],
+    "quick": [(2, 4, 4, 128, 16, 256, 384, 256), (3, 8, 1, 64, 32, 192, 256, 96)],
+    "full": [(4, 9, 3, 64, 16, 576, 1536, 1024), (2, 16, 4, 128, 64, 512, 1024, 1000)],
+}
+
+
+def engine_cases(level: str, seed: int = 0) -> list[Case]:
+    """Return the named cases that `level` runs, their random numbers seeded by `seed`."""
+    return [
+        Case(name=f"engine-{_detail(spec)}-{spec.dtype}", spec=spec, level=at, seed=seed)
+        for at in LEVELS[: LEVELS.index(level) + 1]
+        for sizes in _MODELS[at]
+        for spec in _in_all_dtypes(*sizes)
+    ]
+
+
+def _in_all_dtypes(
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    hidden: int,
+    intermediate: int,
+    vocab: int,
+) -> list[ModelSpec]:
+    return [
+        ModelSpec(
+            dtype=dtype,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            vocab_size=vocab,
+        )
+        for dtype in DTYPES
+    ]
+
+
+def _detail(spec: ModelSpec) -> str:
+    heads = f"{spec.num_heads}-{spec.num_kv_heads}x{spec.head_dim}"
+    return f"{spec.num_layers}x{spec.hidden_size}-{heads}-block{spec.block_size}"
