@@ -110,6 +110,7 @@ class LLM(Engine):
 
         Raises:
             RequestError: some prompt can never be served; nothing is started then.
+            OpFault: `shadow` found an op at fault.
         """
         many = isinstance(prompts, (list, tuple)) and not (prompts and isinstance(prompts[0], int))
         batch: list[Any] = list(prompts) if many else [prompts]
@@ -138,7 +139,8 @@ class LLM(Engine):
     ) -> Generator[RequestOutput, None, None]:
         """Yield the output of one prompt each time it has grown; the last one is finished.
 
-        Closing the iterator aborts the request. Several streams may be consumed in turn.
+        Closing the iterator aborts the request. Several streams may be consumed in turn. Raises as
+        `generate` does.
         """
         request = self._follow(prompt, sampling_params)
         output, seen = request.output, 0
