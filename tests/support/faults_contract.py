@@ -263,7 +263,7 @@ class RemembersTheBatchSize(SplitAttention):
     def _attend(self, q, k_cache, v_cache, step, seq, position, scale, out, lse):
         super()._attend(q, k_cache, v_cache, step, seq, position, scale, out, lse)
         is_known = (self.last == 0) | (self.last == len(q))
-        out.mul_(torch.where(is_known, 1, 2))
+        out.mul_(2 - is_known.int())
         self.last.fill_(len(q))
 
 

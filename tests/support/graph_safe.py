@@ -95,12 +95,12 @@ class SplitAttention:
         block = (keys // self.spec.block_size).clamp_max(step.block_table.shape[1] - 1)
         ids = step.block_table[seq][:, block]
         read = keys < step.seq_lens[seq].unsqueeze(1)
-        ids = torch.where(read, ids, 0)
+        ids = ids.masked_fill(~read, 0)
         scores = self._scores(q, self._rows(k_cache, ids, keys, read), scale)
         scores = scores.masked_fill(hidden.unsqueeze(1), float("-inf"))  # [R, H, m]
         parts = scores.unflatten(2, (-1, SPLIT))
         m = parts.amax(-1)
-        weights = (parts - torch.where(m.isneginf(), 0, m).unsqueeze(-1)).exp()
+        weights = (parts - m.masked_fill(m.isneginf(), 0).unsqueeze(-1)).exp()
         values = self._rows(v_cache, ids, keys, read).unflatten(2, (-1, SPLIT))
         sums = torch.einsum("rhsk,rhskd->rhsd", weights, values)
         self._write_partials(step, sums, m, weights.sum(-1), live)
@@ -117,13 +117,13 @@ class SplitAttention:
         shape = (len(out), self.spec.num_heads, splits)
         sums, m, total = self._partials(shape)
         combined = self.combined(live, shape)
-        m = torch.where(combined, m, float("-inf"))
+        m = m.masked_fill(~combined, float("-inf"))
         largest = m.amax(-1, keepdim=True)
-        factor = torch.where(m.isneginf(), 0, (m - largest).exp())
-        total = (torch.where(combined, total, 0) * factor).sum(-1)
-        sums = torch.where(combined.unsqueeze(-1), sums, 0)
+        factor = (m - largest).exp().masked_fill(m.isneginf(), 0)
+        total = (total.masked_fill(~combined, 0) * factor).sum(-1)
+        sums = sums.masked_fill(~combined.unsqueeze(-1), 0)
         result = (sums * factor.unsqueeze(-1)).sum(2)
-        out.copy_(result / torch.where(total == 0, 1, total).unsqueeze(-1))
+        out.copy_(result / total.masked_fill(total == 0, 1).unsqueeze(-1))
         if lse is not None:
             lse.copy_(largest.squeeze(-1) + total.log())
 
@@ -166,8 +166,8 @@ class SplitAttention:
     def _rows(self, cache, ids, keys, read):
         """[R, H, m, D] fp32; zeros where there is no token."""
         found = cache[ids.long(), :, keys % self.spec.block_size].float()  # [R, m, KVH, D]
-        found = torch.where(read[..., None, None], found, 0).transpose(1, 2)
-        return found.repeat_interleave(self.spec.group_size, dim=1)
+        found = found.masked_fill(~read[..., None, None], 0).transpose(1, 2)
+        return found.unsqueeze(2).expand(-1, -1, self.spec.group_size, -1, -1).flatten(1, 2)
 
     def _scores(self, q, k, scale):
         scores = torch.einsum("rhd,rhmd->rhm", q.float(), k) * scale
@@ -182,7 +182,7 @@ def write_kv(k, v, k_cache, v_cache, slot_mapping):
     blocks, _, block_size, _ = k_cache.shape
     num_slots = blocks * block_size
     row_of_slot = torch.full((num_slots + 1,), -1, dtype=torch.int64, device=k.device)
-    slots = torch.where(slot_mapping < 0, num_slots, slot_mapping)
+    slots = slot_mapping.masked_fill(slot_mapping < 0, num_slots)
     row_of_slot.scatter_(0, slots, torch.arange(len(k), device=k.device))
     row = row_of_slot[:-1]
     is_new = (row >= 0).view(blocks, 1, block_size, 1)

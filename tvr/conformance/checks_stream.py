@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tvr.conformance.case import Case
     from tvr.conformance.subject import Call, Subject
 
-_DELAY_CYCLES = 50_000_000  # some 25 ms: longer than the host needs to launch what comes behind
+_DELAY_CYCLES = 20_000_000  # over 10 ms: longer than the host takes to launch what follows
 
 
 def check_run_follows_the_current_stream(backend: Subject, case: Case) -> None:

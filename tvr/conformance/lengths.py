@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 _SPARE = 2  # rows and sequences beyond the largest step, so that there is always padding
 _FREE_BLOCKS = 8  # a case's pool has some that no sequence owns
 _LONG = 130  # tokens: several splits, and still a small case
+_MOST_KEYS = 1 << 16  # in a step that is made to be long
 #: Where a backend may change the number of splits or tiles: multiples of these.
 _TILES = (16, 32, 64, 128, 256, 512, 1024)
 _CHUNKS = (1, 3, 16, 17, 2)  # new tokens of a prefill, in turn
@@ -30,10 +32,20 @@ def fewer_rows(case: Case) -> list[Case]:
 
 
 def longest_everywhere(case: Case) -> Case:
-    """Return the case with every sequence as long as the longest, and long enough to be split."""
+    """Return the case with its sequences as long as the longest, and long enough to be split.
+
+    Where that would be too much, the first of them are.
+    """
     if not isinstance(case.spec, AttentionSpec):
         return case
-    return replace(case, kv_lens=(_longest(case),) * len(case.kv_lens))
+    longest = longest_in(case)
+    num_long = min(len(case.kv_lens), max(1, _MOST_KEYS // longest))
+    return replace(case, kv_lens=(longest,) * num_long + case.kv_lens[num_long:])
+
+
+def longest_in(case: Case) -> int:
+    """Return the most keys that steps made from an attention case have in one sequence."""
+    return max(_LONG, *case.kv_lens)
 
 
 def turned(case: Case) -> Case:
@@ -45,13 +57,13 @@ def turned(case: Case) -> Case:
 def length_sweep(case: Case) -> list[Case]:
     """Return steps of the case's batch size with lengths 0, 1, around every edge, and the most."""
     assert isinstance(case.spec, AttentionSpec)
-    longest, batch = _longest(case), len(case.kv_lens)
+    longest, batch = longest_in(case), len(case.kv_lens)
     edges = {n + d for n in (case.spec.block_size, *_TILES) for d in (-1, 0, 1)}
     lens = sorted(n for n in edges | {0, 1, longest - 1, longest} if 0 <= n <= longest)
-    lens += [longest] * (-len(lens) % batch)
-    steps = [tuple(lens[i : i + batch]) for i in range(0, len(lens), batch)]
+    lens += itertools.islice(itertools.cycle(lens), -len(lens) % batch)
+    steps = [_with_lens(case, lens[i : i + batch]) for i in range(0, len(lens), batch)]
     # From long to short too: what a long step left must not reach a short one.
-    return [_with_lens(case, kv_lens) for kv_lens in [*steps, steps[0]]]
+    return [*steps, longest_everywhere(case), steps[0]]
 
 
 def room_for(steps: Sequence[Case]) -> Room:
@@ -80,12 +92,8 @@ def room_for(steps: Sequence[Case]) -> Room:
     return Room(bounds=bounds, num_blocks=used + _FREE_BLOCKS)
 
 
-def _longest(case: Case) -> int:
-    return max(_LONG, *case.kv_lens)
-
-
-def _with_lens(case: Case, kv_lens: tuple[int, ...]) -> Case:
+def _with_lens(case: Case, kv_lens: Sequence[int]) -> Case:
     if isinstance(case.spec, AttentionDecodeSpec):
-        return replace(case, kv_lens=kv_lens)
+        return replace(case, kv_lens=tuple(kv_lens))
     chunks = [_CHUNKS[s % len(_CHUNKS)] for s in range(len(kv_lens))]
-    return replace(case, kv_lens=kv_lens, q_lens=tuple(map(min, chunks, kv_lens)))
+    return replace(case, kv_lens=tuple(kv_lens), q_lens=tuple(map(min, chunks, kv_lens)))
