@@ -109,6 +109,27 @@ def test_a_fault_ends_the_run_with_one_line_and_a_file():
 
 
 @pytest.mark.usefixtures("site")
+def test_a_kept_call_is_replayed_on_any_backend():
+    """The wrong one is the module that ran, so it counts on and stays wrong."""
+    run_here("run", "ROMEO:", "--backend", "wrong_rope", "--shadow", "torch")
+    replay = ("--replay", "tvr-shadow-rope.safetensors")
+    done = run_here("conformance", "--backend", "wrong_rope", *replay)
+    assert done.returncode == 1, done
+    found, verdict = done.stdout.splitlines()
+    assert found.startswith(
+        "tvr-shadow-rope.safetensors: rope of backend 'wrong_rope' at layers.1."
+    )
+    assert verdict.startswith("wrong_rope on cpu: it shows again: k_out[0, 1, 5] is ")
+    done = run_here("conformance", "--backend", "only_rope", *replay)
+    assert (done.returncode, done.stderr) == (0, "")
+    verdict = done.stdout.splitlines()[-1]
+    assert verdict == "only_rope on cpu: rope is right; the fault does not show again"
+    assert "drop --op" in refused_here("conformance", "--backend", "torch", "--op", "rope", *replay)
+    missing = refused_here("conformance", "--backend", "torch", "--replay", "nowhere.safetensors")
+    assert "nowhere.safetensors cannot be read as the file of a shadow" in missing
+
+
+@pytest.mark.usefixtures("site")
 def test_a_batch_stops_at_the_first_fault(tmp_path):
     prompts, results = tmp_path / "prompts.txt", tmp_path / "results.jsonl"
     prompts.write_text("ROMEO:\nJULIET:\n" * 20)

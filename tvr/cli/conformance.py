@@ -72,6 +72,12 @@ def conformance(
     ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda or cuda:N.")] = "cpu",
     plugins: options.Plugins = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Make the one call again that `tvr run --shadow` kept in FILE."
+        ),
+    ] = None,
     in_process: Annotated[
         bool,
         typer.Option("--in-process", help="Run without a child process, as for a debugger."),
@@ -94,6 +100,16 @@ def conformance(
     from tvr.conformance.task import Task
     from tvr.core.plugin_config import find_config
 
+    config = find_config(plugins, os.environ)
+    if replay is not None:
+        from tvr.cli.replay import replay_file
+
+        if any((op, check, case, expect, json_file, html_file)):
+            raise ConfigError(
+                "--replay makes one call again; drop --op, --check, --case, --expect, --json and "
+                "--html"
+            )
+        return replay_file(replay, backend, device=device, plugins=config)
     selection = Selection(
         ops=_listed(op),
         checks=_listed(check),
@@ -107,7 +123,6 @@ def conformance(
         raise ConfigError("--timeout ends a child process, and --in-process has none; drop one")
     expected = [] if expect is None else load_expected(expect)
     _make_room_for(json_file, html_file)
-    config = find_config(plugins, os.environ)
     task = Task(
         backend=backend,
         device=device,
