@@ -17,7 +17,8 @@ from tvr.conformance.engine_checks import CHECKS
 from tvr.conformance.engine_model import TinyModel, random_weights
 from tvr.conformance.ledger import CheckFailed
 from tvr.conformance.margin import measuring, share
-from tvr.conformance.model_spec import bound_specs, engine_cases, op_specs, why_not_model
+from tvr.conformance.model_cases import engine_cases
+from tvr.conformance.model_spec import bound_specs, op_specs, why_not_model
 from tvr.conformance.subject import Subject
 from tvr.contract import OPS, BackendInfo
 from tvr.core.ops import OpTable

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def exact_logits(config: ModelConfig, weights: Weights, token_ids: Sequence[int]) -> Tensor:
-    """Return the logits [n, vocab] fp64 behind each of n tokens, from the *rounded* weights."""
+    """Return the logits [n, vocab] fp64 behind each of n tokens; `weights` are on the CPU."""
     n, eps = len(token_ids), config.rms_norm_eps
     positions = torch.arange(n)
     angles = build_cos_sin_cache(config, n)
@@ -32,7 +32,7 @@ def exact_logits(config: ModelConfig, weights: Weights, token_ids: Sequence[int]
         head_dim=config.head_dim,
         block_size=1,
     )
-    stream = weights.embedding.cpu()[list(token_ids)].double()
+    stream = weights.embedding[list(token_ids)].double()
     for layer in weights.layers:
         x = _norm(stream, layer.input_norm, eps)
         qkv = _product(x, layer.qkv).view(n, sum(heads), config.head_dim)
@@ -42,13 +42,12 @@ def exact_logits(config: ModelConfig, weights: Weights, token_ids: Sequence[int]
         stream = stream + _product(attended.flatten(1), layer.o)
         gate_up = _product(_norm(stream, layer.post_attention_norm, eps), layer.gate_up)
         stream = stream + _product(oracle.silu_mul(gate_up), layer.down)
-    return oracle.linear(_norm(stream, weights.norm, eps), weights.lm_head.cpu(), None)
+    return oracle.linear(_norm(stream, weights.norm, eps), weights.lm_head, None)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return oracle.rms_norm(x, weight.cpu(), eps, "once")  # x is fp64, so nothing is rounded
+    return oracle.rms_norm(x, weight, eps, "once")  # x is fp64, so nothing is rounded
 
 
 def _product(x: Tensor, weights: LinearWeights) -> Tensor:
-    bias = None if weights.bias is None else weights.bias.cpu()
-    return oracle.linear(x, weights.weight.cpu(), bias)
+    return oracle.linear(x, weights.weight, weights.bias)

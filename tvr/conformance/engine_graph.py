@@ -26,7 +26,7 @@ class CapturedDecode:
     """
 
     def __init__(self, run: PagedRun, num_rows: int) -> None:
-        self._run, self._num_rows = run, num_rows
+        self._run = run
         block_size, device = run.model.spec.block_size, run.model.device
 
         def filled(value: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -1,15 +1,13 @@
-"""The tiny models that engine checks run a backend in: their specs, and the named cases."""
+"""The spec of a tiny model that engine checks run a backend in, and the specs that it binds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from tvr.conformance.case import LEVELS, Case
 from tvr.contract import (
     COMPOSITES,
-    DTYPES,
     SPECS,
     AddRmsNormSpec,
     ArgmaxSpec,
@@ -21,6 +19,9 @@ from tvr.contract import (
     RopeKvWriteSpec,
     SiluMulSpec,
 )
+
+if TYPE_CHECKING:
+    from tvr.conformance.case import Case
 
 #: `Check.ops` of the checks that run a model.
 ENGINE = ("engine",)
@@ -119,52 +120,3 @@ def _products(spec: ModelSpec, own: dict[str, Any]) -> list[OpSpec]:
         for n_in, n_out in sizes
         for max_rows in limits
     ]
-
-
-# (layers, query heads, KV heads, head_dim, block_size, hidden, intermediate, vocabulary)
-_MODELS = {
-    "smoke": [(2, 6, 2, 64, 16, 128, 192, 160)],
-    "quick": [(2, 4, 4, 128, 16, 256, 384, 256), (3, 8, 1, 64, 32, 192, 256, 96)],
-    "full": [(4, 9, 3, 64, 16, 576, 1536, 1024), (2, 16, 4, 128, 64, 512, 1024, 1000)],
-}
-
-
-def engine_cases(level: str, seed: int = 0) -> list[Case]:
-    """Return the named cases that `level` runs, their random numbers seeded by `seed`."""
-    return [
-        Case(name=f"engine-{_detail(spec)}-{spec.dtype}", spec=spec, level=at, seed=seed)
-        for at in LEVELS[: LEVELS.index(level) + 1]
-        for sizes in _MODELS[at]
-        for spec in _in_all_dtypes(*sizes)
-    ]
-
-
-def _in_all_dtypes(
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    hidden: int,
-    intermediate: int,
-    vocab: int,
-) -> list[ModelSpec]:
-    return [
-        ModelSpec(
-            dtype=dtype,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            vocab_size=vocab,
-        )
-        for dtype in DTYPES
-    ]
-
-
-def _detail(spec: ModelSpec) -> str:
-    heads = f"{spec.num_heads}-{spec.num_kv_heads}x{spec.head_dim}"
-    return f"{spec.num_layers}x{spec.hidden_size}-{heads}-block{spec.block_size}"
