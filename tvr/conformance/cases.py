@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from tvr.conformance.case import LEVELS, Case
@@ -31,9 +32,7 @@ from tvr.contract import (
 def cases(op: str, level: str, seed: int = 0) -> list[Case]:
     """Return the named cases of `op` that `level` runs, their random numbers seeded by `seed`."""
     levels = LEVELS[: LEVELS.index(level) + 1]
-    return [
-        replace(case, seed=seed) for case in _all_cases() if case.op == op and case.level in levels
-    ]
+    return [replace(case, seed=seed) for case in _cases_of(op) if case.level in levels]
 
 
 # (rows, hidden size)
@@ -42,139 +41,211 @@ _NORMS = {
     "quick": [(2, 128), (33, 256), (2, 3072), (2, 3584), (2, 4096), (2, 5120), (2, 8192)],
     "full": [(300, 4096), (2, 16384)],
 }
+# (rows, intermediate size)
+_SILUS = {"smoke": [(1, 64), (5, 72), (3, 1536)], "quick": [(2, 8192), (17, 14336)]}
+# (rows, vocabulary)
+_ARGMAXES = {"smoke": [(1, 64), (6, 1000), (2, 4099)], "quick": [(3, 128256)]}
+# (rows, in, out, max_rows)
+_LINEARS: dict[str, list[tuple[int, int, int, int | None]]] = {
+    "smoke": [(1, 64, 96, 8), (5, 576, 40, 8), (2, 72, 5, 8)],
+    "quick": [(rows, 1536, 576, None) for rows in (1, 8, 17, 130)],
+}
 # (tokens, query heads, KV heads, head_dim, rotary_dim)
 _ROPES: dict[str, list[tuple[int, int, int, int, int | None]]] = {
     "smoke": [(7, 9, 3, 64, None), (3, 4, 1, 128, None), (5, 2, 2, 96, None), (4, 3, 1, 64, 32)],
-    "quick": [(33, 32, 8, 128, None), (6, 71, 1, 64, None), (3, 2, 2, 72, None)],
+    "quick": [
+        *((33, 32, 8, 128, None), (7, 24, 8, 128, None), (6, 71, 1, 64, None)),
+        *((3, 2, 2, 72, None), (3, 2, 1, 80, None), (3, 2, 1, 256, None), (5, 2, 1, 128, 64)),
+    ],
     "full": [(515, 24, 8, 128, None)],
 }
-# (tokens, KV heads, head_dim, block_size)
+# (tokens, KV heads, head_dim, block_size); the small ones of more than "smoke" are tried in far
+# corners of huge pools too
 _KV_WRITES = {
     "smoke": [(7, 3, 64, 16), (17, 1, 128, 8), (3, 2, 96, 32)],
-    "quick": [(130, 8, 128, 16), (5, 4, 80, 1)],
-    "full": [(2050, 8, 128, 16)],
+    "quick": [(130, 8, 128, 16), (5, 4, 80, 1), (9, 2, 256, 128), (70, 2, 64, 256), (4, 1, 64, 16)],
+    "full": [(2050, 8, 128, 16), (3, 1, 64, 16)],
 }
 # (query heads, KV heads, head_dim, block_size)
 _HEADS = {
-    "smoke": [(9, 3, 64, 16), (4, 4, 64, 16), (6, 1, 128, 16), (4, 2, 96, 32)],
+    "smoke": [(9, 3, 64, 16), (4, 4, 64, 16)],
     "quick": [
-        *((h, kvh, 128, 16) for h, kvh in ((8, 8), (8, 4), (24, 8), (32, 8), (20, 4), (28, 4))),
-        *((h, kvh, 64, 16) for h, kvh in ((64, 8), (64, 4), (71, 1))),
-        (2, 1, 64, 1),
-        (2, 1, 256, 64),
+        *((h, kvh, 128, 16) for h, kvh in ((8, 8), (8, 4), (24, 8), (32, 8), (20, 4), (24, 4))),
+        *((h, kvh, 128, 16) for h, kvh in ((28, 4), (64, 8), (64, 4), (71, 1), (32, 32))),
+    ],
+    "full": [
+        (2 * group, 2, head_dim, block_size)
+        for group in (1, 3, 8, 16)
+        for head_dim in (64, 80, 96, 128, 256)
+        for block_size in (32, 64, 128, 256)
     ],
 }
-# Decode: kv_lens. Block edges, one key, an empty row, and equal neighbours.
+# The same, in one dtype each, by turns.
+_HEADS_BY_TURNS = {
+    "smoke": [(6, 1, 128, 16), (4, 2, 96, 32), (2, 1, 80, 16), (2, 1, 256, 16)],
+    "quick": [(2 * group, 2, 64, 16) for group in range(1, 17)],
+}
+# Block sizes tried at every edge of their blocks; 1 and 8 are for whoever declares them.
+_BLOCK_SIZES = {"quick": [1, 8, 16, 32, 64, 128, 256]}
+# Decode: kv_lens. One key, block edges and what tiles and splits may end at, empty rows.
 _DECODES: dict[str, dict[str, tuple[int, ...]]] = {
     "smoke": {"edges": (1, 15, 16, 17, 130), "empty": (0, 7, 0, 16), "twins": (1, 1)},
-    "quick": {"ragged": (513, 2, 255, 1025)},
-    "full": {"long": (4090, 1, 8192)},
+    "quick": {
+        "ragged": (513, 2, 255, 1025),
+        "splits": tuple(2**i + step for i in range(6, 11) for step in (-1, 0, 1)),
+        "batch-64": tuple(1 + 7 * s % 130 for s in range(64)),
+    },
+    "full": {
+        "long": (4090, 1, 15, 16, 17, 8192),
+        "batch-256": tuple(5 * s % 67 for s in range(256)),
+    },
 }
-# Prefill: (q_lens, kv_lens). Whole prompts, chunks behind a prefix, padding rows, more rows than
-# keys.
+# Prefill: (q_lens, kv_lens). Whole prompts, chunks behind a prefix, single rows, padding rows, more
+# rows than keys.
 _PREFILLS: dict[str, dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "smoke": {
         "prompts": ((1, 16, 5, 33), (1, 16, 5, 33)),
         "chunks": ((8, 40, 1, 2), (40, 40, 17, 130)),
+        "two-of-five": ((2,), (5,)),
         "padding": ((0, 1, 0, 1, 2), (0, 3, 0, 5, 0)),
         "keyless": ((5, 2), (2, 2)),
     },
-    "quick": {"ragged": ((130, 3, 300), (130, 515, 300))},
-    "full": {"long": ((129, 1025), (4096, 1025))},
+    "quick": {
+        "in-16s": ((16, 16, 8), (16, 32, 40)),
+        "single": ((1, 1, 1, 1), (20, 20, 20, 1)),
+        "ragged": ((130, 3, 300), (130, 515, 300)),
+        "batch-64": (tuple(s % 4 for s in range(64)), tuple(5 * s % 67 for s in range(64))),
+    },
+    "full": {
+        "long": ((129, 1025, 3, 2), (4096, 1025, 15, 4090)),
+        "prompt-2048": ((2048,), (2048,)),
+    },
 }
+# The longest contexts, with few heads: (q_len, kv_len).
+_CONTEXTS = {"65537": (2, 65537), "131072": (3, 131072)}
+# Small enough for the far corners of huge pools: (q_len, kv_len).
+_ONE_BLOCK = {"quick": (3, 15), "full": (2, 16)}
 # Fields away from their neutral value, tried on one geometry each.
-_FIELDS: dict[str, dict[str, object]] = {
-    "lse": {"return_lse": True},
-    "window": {"window": 5, "return_lse": True},
-    "softcap": {"softcap": 2.0, "return_lse": True},
-    "full-mask": {"causal": False, "return_lse": True},
-    "splits": {"max_splits": 3},
+_FIELDS: dict[str, dict[str, dict[str, object]]] = {
+    "smoke": {
+        "window": {"window": 5, "return_lse": True},
+        "softcap": {"softcap": 2.0, "return_lse": True},
+        "full-mask": {"causal": False, "return_lse": True},
+        "splits": {"max_splits": 3},
+    },
+    "quick": {
+        "lse": {"return_lse": True},
+        "window-1": {"window": 1},
+        "window-4": {"window": 4},
+        "window-in-splits": {"window": 20, "softcap": 30.0, "max_splits": 2},
+    },
 }
+_KV_DTYPES = ("float16", "bfloat16")  # of a cache below fp32
 
 
-def _all_cases() -> Iterator[Case]:
-    yield from _row_cases()
-    yield from _token_cases()
-    yield from _attention_cases()
+@cache  # asked for at every check, and always the same
+def _cases_of(op: str) -> tuple[Case, ...]:
+    """Return all named cases of `op`."""
+    every = itertools.chain(_row_cases(), _token_cases(), _attention_cases())
+    return tuple(case for case in every if case.op == op)
 
 
 def _row_cases() -> Iterator[Case]:
-    for (level, shapes), dtype in itertools.product(_NORMS.items(), DTYPES):
-        for rows, hidden in shapes:
+    for dtype, level in itertools.product(DTYPES, LEVELS):
+        for rows, hidden in _NORMS[level]:
             for spec_type in (RmsNormSpec, AddRmsNormSpec):
                 spec = spec_type(dtype=dtype, hidden_size=hidden)
                 yield _case(spec, f"{rows}x{hidden}", level=level, num_tokens=rows)
-    for dtype in DTYPES:
-        for rows, width in ((1, 64), (5, 72), (3, 1536)):
+        for rows, width in _SILUS.get(level, ()):
             silu = SiluMulSpec(dtype=dtype, intermediate_size=width)
-            yield _case(silu, f"{rows}x{width}", num_tokens=rows)
-        for rows, vocab in ((1, 64), (6, 1000), (2, 4099)):
+            yield _case(silu, f"{rows}x{width}", level=level, num_tokens=rows)
+        for rows, vocab in _ARGMAXES.get(level, ()):
             argmax = ArgmaxSpec(dtype=dtype, vocab_size=vocab)
-            yield _case(argmax, f"{rows}x{vocab}", num_tokens=rows)
-        yield _case(
-            ArgmaxSpec(dtype=dtype, vocab_size=128256), "3x128256", level="quick", num_tokens=3
-        )
-        for rows, n_in, n_out in ((1, 64, 96), (5, 576, 40), (2, 72, 5)):
-            for bias in (False, True):
+            yield _case(argmax, f"{rows}x{vocab}", level=level, num_tokens=rows)
+        for rows, n_in, n_out, max_rows in _LINEARS.get(level, ()):
+            for bias in (False, True) if level == "smoke" else (False,):
                 linear = LinearSpec(
-                    dtype=dtype, in_features=n_in, out_features=n_out, bias=bias, max_rows=8
+                    dtype=dtype, in_features=n_in, out_features=n_out, bias=bias, max_rows=max_rows
                 )
                 detail = f"{rows}x{n_in}x{n_out}" + "-bias" * bias
-                yield _case(linear, detail, num_tokens=rows)
-        for rows in (1, 8, 17, 130):
-            linear = LinearSpec(dtype=dtype, in_features=1536, out_features=576)
-            yield _case(linear, f"{rows}x1536x576", level="quick", num_tokens=rows)
+                yield _case(linear, detail, level=level, num_tokens=rows)
 
 
 def _token_cases() -> Iterator[Case]:
-    for (level, ropes), dtype in itertools.product(_ROPES.items(), DTYPES):
-        for tokens, heads, kv_heads, dim, rotary_dim in ropes:
+    for dtype, level in itertools.product(DTYPES, LEVELS):
+        for tokens, heads, kv_heads, dim, rotary_dim in _ROPES[level]:
             shape: dict[str, Any] = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
             detail = f"{tokens}x{heads}-{kv_heads}x{dim}" + f"-{rotary_dim}" * bool(rotary_dim)
             rope = RopeSpec(dtype=dtype, rotary_dim=rotary_dim, **shape)
             yield _case(rope, detail, level=level, num_tokens=tokens)
             both = RopeKvWriteSpec(dtype=dtype, rotary_dim=rotary_dim, block_size=16, **shape)
             yield _case(both, detail, level=level, num_tokens=tokens)
-    for (level, writes), dtype in itertools.product(_KV_WRITES.items(), DTYPES):
-        for tokens, kv_heads, dim, block_size in writes:
-            write = KvWriteSpec(
-                dtype=dtype, num_kv_heads=kv_heads, head_dim=dim, block_size=block_size
-            )
+        for tokens, kv_heads, dim, block_size in _KV_WRITES[level]:
+            shape = {"num_kv_heads": kv_heads, "head_dim": dim, "block_size": block_size}
             detail = f"{tokens}x{kv_heads}x{dim}-block{block_size}"
-            yield _case(write, detail, level=level, num_tokens=tokens)
-    narrow = KvWriteSpec(
-        dtype="float32", num_kv_heads=2, head_dim=64, block_size=16, kv_dtype="float16"
-    )
-    yield _case(narrow, "5x2x64-into-float16", num_tokens=5)
+            yield _case(KvWriteSpec(dtype=dtype, **shape), detail, level=level, num_tokens=tokens)
+            if kv_heads == 1 and level != "smoke":
+                both = RopeKvWriteSpec(dtype=dtype, num_heads=2, **shape)
+                yield _case(both, detail, level=level, num_tokens=tokens)
+    for kv_dtype in _KV_DTYPES:
+        shape = {"num_kv_heads": 2, "head_dim": 64, "block_size": 16, "kv_dtype": kv_dtype}
+        narrow = KvWriteSpec(dtype="float32", **shape)
+        yield _case(narrow, f"5x2x64-into-{kv_dtype}", num_tokens=5)
+        both = RopeKvWriteSpec(dtype="float32", num_heads=4, **shape)
+        yield _case(both, f"5x4-2x64-into-{kv_dtype}", num_tokens=5)
 
 
 def _attention_cases() -> Iterator[Case]:
-    for level, dtype in itertools.product(LEVELS, DTYPES):
-        for heads, kv_heads, dim, block_size in _HEADS.get(level, ()):
-            shape = _shape(dtype, heads, kv_heads, dim, block_size)
+    for dtype, level in itertools.product(DTYPES, LEVELS):
+        turn = DTYPES.index(dtype)
+        by_turns = _HEADS_BY_TURNS.get(level, [])[turn :: len(DTYPES)]
+        for heads, kv_heads, dim, block_size in [*_HEADS[level], *by_turns]:
             detail = f"{heads}-{kv_heads}x{dim}-block{block_size}"
-            decode = AttentionDecodeSpec(**shape)
-            yield _case(decode, detail, level=level, q_lens=(1, 1), kv_lens=(33, 5))
-            prefill = AttentionPrefillSpec(**shape)
-            yield _case(prefill, detail, level=level, q_lens=(3, 17), kv_lens=(33, 17))
+            shape = _shape(dtype, heads, kv_heads, dim, block_size)
+            yield from _both(shape, detail, level, (3, 17), (33, 17))
+        for size in _BLOCK_SIZES.get(level, ()):
+            shape = _shape(dtype, 4, 2, 64, size)
+            edges = (size - 1, size, size + 1, 2 * size, 2 * size + 1)
+            yield from _both(shape, f"edges-of-{size}", level, (1, size, 2, 3, size + 1), edges)
         shape = _shape(dtype, 9, 3, 64, 16)
-        for detail, kv_lens in _DECODES.get(level, {}).items():
-            q_lens = (1,) * len(kv_lens)
-            decode = AttentionDecodeSpec(**shape)
-            yield _case(decode, detail, level=level, q_lens=q_lens, kv_lens=kv_lens)
-        for detail, (q_lens, kv_lens) in _PREFILLS.get(level, {}).items():
+        for detail, kv_lens in _DECODES[level].items():
+            yield _decode(shape, detail, level, kv_lens)
+        for detail, (q_lens, kv_lens) in _PREFILLS[level].items():
             prefill = AttentionPrefillSpec(**shape)
             yield _case(prefill, detail, level=level, q_lens=q_lens, kv_lens=kv_lens)
-    for dtype in DTYPES:
-        fields = dict(_FIELDS)
-        if dtype == "float32":
-            fields["float16-cache"] = {"kv_dtype": "float16"}
+        if level in _ONE_BLOCK:
+            q_len, kv_len = _ONE_BLOCK[level]
+            shape = _shape(dtype, 2, 1, 64, 16)
+            yield from _both(shape, f"one-block-of-{level}", level, (q_len,), (kv_len,))
+        fields = dict(_FIELDS.get(level, {}))
+        if dtype == "float32" and level == "smoke":
+            fields |= {f"{kv_dtype}-cache": {"kv_dtype": kv_dtype} for kv_dtype in _KV_DTYPES}
         for detail, values in fields.items():
             shape = _shape(dtype, 6, 2, 64, 16) | values
-            q_lens, kv_lens = (1, 1, 1, 1, 1), (33, 0, 16, 5, 6)  # 5: exactly the window
-            yield _case(AttentionDecodeSpec(**shape), detail, q_lens=q_lens, kv_lens=kv_lens)
-            q_lens, kv_lens = (3, 5, 2, 9), (33, 2, 0, 9)
-            yield _case(AttentionPrefillSpec(**shape), detail, q_lens=q_lens, kv_lens=kv_lens)
+            yield _decode(shape, detail, level, (33, 0, 16, 5, 6, 10))
+            prefill = AttentionPrefillSpec(**shape)
+            q_lens, kv_lens = (3, 5, 2, 9, 10), (33, 2, 0, 9, 10)
+            yield _case(prefill, detail, level=level, q_lens=q_lens, kv_lens=kv_lens)
+    for dtype, (detail, (q_len, kv_len)) in itertools.product(DTYPES, _CONTEXTS.items()):
+        shape = _shape(dtype, 2, 1, 64, 16)
+        yield from _both(shape, detail, "full", (q_len,), (kv_len,))
+
+
+def _both(
+    shape: dict[str, Any],
+    detail: str,
+    level: str,
+    q_lens: tuple[int, ...],
+    kv_lens: tuple[int, ...],
+) -> Iterator[Case]:
+    yield _decode(shape, detail, level, kv_lens)
+    prefill = AttentionPrefillSpec(**shape)
+    yield _case(prefill, detail, level=level, q_lens=q_lens, kv_lens=kv_lens)
+
+
+def _decode(shape: dict[str, Any], detail: str, level: str, kv_lens: tuple[int, ...]) -> Case:
+    decode = AttentionDecodeSpec(**shape)
+    return _case(decode, detail, level=level, q_lens=(1,) * len(kv_lens), kv_lens=kv_lens)
 
 
 def _shape(dtype: str, heads: int, kv_heads: int, dim: int, block_size: int) -> dict[str, Any]:

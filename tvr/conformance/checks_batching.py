@@ -17,13 +17,29 @@ if TYPE_CHECKING:
     from tvr.conformance.case import Case
     from tvr.conformance.subject import Subject
 
+_MOST_ALONE = 12  # sequences of a batch tried by themselves
+
 
 def check_batch_equals_sequences_alone(backend: Subject, case: Case) -> None:
     """A sequence is as right by itself as it is in a batch."""
     sequences = random_sequences(case)
-    for s in range(len(sequences.q)):
+    for s in _spread(len(sequences.q)):
         alone = only(sequences, s)
         judge(case, alone, run(backend, case, alone))
+
+
+def check_empty_splits_weigh_nothing(backend: Subject, case: Case) -> None:
+    """One key beside a long sequence, by whose length keys are split, is right all the same."""
+    sequences = random_sequences(case)
+    longest = max(range(len(case.kv_lens)), key=case.kv_lens.__getitem__)
+    q, k, v = (x[longest] for x in (sequences.q, sequences.k, sequences.v))
+    beside = Sequences(
+        q=[q[-1:], q, q[-1:]],
+        k=[k[:1], k, k[-1:]],
+        v=[v[:1], v, v[-1:]],
+        scale=sequences.scale,
+    )
+    judge(case, beside, run(backend, case, beside))
 
 
 def check_batch_invariant_sequences_keep_their_bits(backend: Subject, case: Case) -> None:
@@ -31,9 +47,10 @@ def check_batch_invariant_sequences_keep_their_bits(backend: Subject, case: Case
     case = replace(case, spec=replace(case.spec, batch_invariant=True))
     sequences = random_sequences(case)
     batch = run(backend, case, sequences)
-    for s, rows in enumerate(rows_of(sequences)):
+    rows = rows_of(sequences)
+    for s in _spread(len(rows)):
         alone = run(backend, case, only(sequences, s))
-        same_bits(f"sequence {s} alone", alone["out"], batch["out"][rows])
+        same_bits(f"sequence {s} alone", alone["out"], batch["out"][rows[s]])
 
 
 def check_batch_invariant_rows_ignore_chunking(backend: Subject, case: Case) -> None:
@@ -78,6 +95,11 @@ def check_decode_continues_prefill(backend: Subject, case: Case) -> None:
     judge(decode, last, run(backend, decode, last))
 
 
+def _spread(num_seqs: int) -> range:
+    """Return the sequences to try by themselves: all, or some of a large batch."""
+    return range(0, num_seqs, -(-num_seqs // _MOST_ALONE))
+
+
 def _decode_spec(case: Case) -> OpSpec:
     """The decode spec with the facts of a prefill spec."""
     facts = {name: value for name, value in vars(case.spec).items() if name != "max_q_len"}
@@ -93,12 +115,19 @@ def _has_chunk_to_cut(case: Case) -> bool:
     return is_causal(case) and any(map(_can_be_cut, case.q_lens, case.kv_lens))
 
 
+def _has_blocks(case: Case) -> bool:
+    """Whether the longest sequence, with rows, fills more than a block."""
+    longest, q_len = max(zip(case.kv_lens, case.q_lens, strict=True))
+    return q_len > 0 and longest > attention_spec(case).block_size
+
+
 def _limits_splits(case: Case) -> bool:
     return attention_spec(case).max_splits is not None
 
 
 CHECKS = (
     Check(run=check_batch_equals_sequences_alone, ops=BOTH),
+    Check(run=check_empty_splits_weigh_nothing, ops=BOTH, applies=_has_blocks),
     Check(run=check_batch_invariant_sequences_keep_their_bits, ops=BOTH, flag="batch_invariant"),
     Check(
         run=check_batch_invariant_rows_ignore_chunking,

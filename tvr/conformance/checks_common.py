@@ -27,7 +27,8 @@ TOKEN_ARGS = frozenset(
 _STRIDABLE = frozenset({"x", "residual", "q", "k", "v", "logits"})
 _GUARD = 64  # elements on either side; a multiple of 16 bytes in every dtype
 _SENTINEL = 77
-_ROW_OPS = ("rms_norm", "add_rms_norm", "rope", "silu_mul", "linear", "argmax")
+_ROW_OPS = tuple(op for op in OPS if not op.startswith("attention"))
+_MOST_SINGLE_ROWS = 8  # tried by themselves, evenly spread
 
 
 def rows_of(call: Call, rows: slice | list[int]) -> Call:
@@ -37,6 +38,16 @@ def rows_of(call: Call, rows: slice | list[int]) -> Call:
         for name, value in call.args.items()
     }
     return replace(call, args=args)
+
+
+def written_rows(call: Call) -> dict[str, Tensor]:
+    """Return what the call has written, one row for each token; of a cache, the tokens' slots."""
+    rows = call.written
+    if (slots := call.args.get("slot_mapping")) is not None:
+        for name in ("k_cache", "v_cache"):
+            block_size = call[name].shape[2]
+            rows[name] = call[name][slots // block_size, :, slots % block_size]
+    return rows
 
 
 def check_declared_support_is_bound(backend: Subject, case: Case) -> None:
@@ -89,15 +100,16 @@ def check_writes_stay_inside_outputs(backend: Subject, case: Case) -> None:
 
 
 def check_strided_inputs_are_read_right(backend: Subject, case: Case) -> None:
-    """Inputs that are slices of wider rows, as q, k and v of one qkv buffer are, give the same."""
+    """Inputs that are slices of wider rows, each of its own or all of one qkv buffer, are equal."""
     call = make_call(case, backend.torch_device)
     backend.run(call)
-    strided = make_call(case, backend.torch_device)
-    strided = strided.replace(
-        **{name: in_wider_rows(t) for name, t in strided.read.items() if name in _STRIDABLE}
-    )
-    backend.run(strided)
-    _same_outputs(strided, call)
+    for place in (_each_in_wider_rows, _side_by_side):
+        strided = make_call(case, backend.torch_device)
+        names = [name for name in strided.read if name in _STRIDABLE]
+        slices = place([strided[name] for name in names])
+        strided = strided.replace(**dict(zip(names, slices, strict=True)))
+        backend.run(strided)
+        _same_outputs(strided, call)
 
 
 def check_empty_batch_is_accepted(backend: Subject, case: Case) -> None:
@@ -129,8 +141,9 @@ def check_nan_row_stays_alone(backend: Subject, case: Case) -> None:
             tensor[bad] = float("nan")
     backend.run(call)
     others = [i for i in range(case.num_tokens) if i != bad]
-    for name, tensor in call.written.items():
-        same_bits(f"other rows of {name}", tensor[others], clean[name][others])
+    wanted = written_rows(clean)
+    for name, rows in written_rows(call).items():
+        same_bits(f"other rows of {name}", rows[others], wanted[name][others])
 
 
 def check_rows_do_not_depend_on_batch(backend: Subject, case: Case) -> None:
@@ -138,17 +151,16 @@ def check_rows_do_not_depend_on_batch(backend: Subject, case: Case) -> None:
     invariant = replace(case, spec=replace(case.spec, batch_invariant=True))
     whole = make_call(invariant, backend.torch_device)
     backend.run(whole)
+    wanted = written_rows(whole)
     n = case.num_tokens
-    parts = [slice(i, i + 1) for i in range(n)] + [slice(1, n), slice(n // 2, n), slice(0, n - 1)]
-    for rows in parts:
+    singles = sorted({*range(0, n, -(-n // _MOST_SINGLE_ROWS)), n - 1})
+    parts = [slice(i, i + 1) for i in singles]
+    for rows in [*parts, slice(1, n), slice(n // 2, n), slice(0, n - 1)]:
         part = rows_of(make_call(invariant, backend.torch_device), rows)
         backend.run(part)
-        for name, tensor in part.written.items():
-            same_bits(
-                f"{name} of rows {rows.start}:{rows.stop} by themselves",
-                tensor,
-                whole[name][rows],
-            )
+        for name, found in written_rows(part).items():
+            what = f"{name} of rows {rows.start}:{rows.stop} by themselves"
+            same_bits(what, found, wanted[name][rows])
 
 
 def in_wider_rows(x: Tensor) -> Tensor:
@@ -157,6 +169,18 @@ def in_wider_rows(x: Tensor) -> Tensor:
     wide = torch.full((len(x), width + 2 * _GUARD), float("nan"), dtype=x.dtype, device=x.device)
     inside = wide[:, _GUARD : _GUARD + width].view(x.shape)
     return inside.copy_(x)
+
+
+def _each_in_wider_rows(tensors: list[Tensor]) -> list[Tensor]:
+    return [in_wider_rows(x) for x in tensors]
+
+
+def _side_by_side(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the tensors [T, ...] as slices of one buffer: the stride of their rows is the same."""
+    widths = [x.numel() // max(1, len(x)) for x in tensors]
+    rows = torch.cat([x.flatten(1) for x in tensors], dim=1)
+    parts = torch.split(rows, widths, dim=1)
+    return [part.view(x.shape) for part, x in zip(parts, tensors, strict=True)]
 
 
 def _without_tokens(call: Call) -> Call:

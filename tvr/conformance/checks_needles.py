@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from tvr.conformance.subject import Subject
     from tvr.contract import AttentionSpec
 
-# (sequence, positions [q_len] of its rows) -> which of the rows are known [q_len], and what they
-# must be [q_len, H, D]
+# (sequence, positions [q_len] of its rows) -> which rows are known, [q_len, H] or [q_len, 1], and
+# what they must be, [q_len, H, D] or broadcast to it
 Answers = Callable[[int, "Tensor"], tuple["Tensor", "Tensor"]]
 
 _NEEDLE_SCORE = 40.0  # every other key scores 0: exp(-40) is below fp32's eps
@@ -45,20 +45,25 @@ def check_needle_is_found(backend: Subject, case: Case) -> None:
         q.copy_(_per_query_head(spec, signs))
     for v in sequences.v:
         v.copy_(_one_hot(*v.shape))
-    places = [_needle_places(n, spec.block_size) or [-1] for n in case.kv_lens]
-    for turn in range(max(map(len, places))):
-        needles = [options[turn % len(options)] for options in places]
+    heads = torch.arange(spec.num_kv_heads)
+    places = [torch.tensor(_needle_places(n, spec.block_size)) for n in case.kv_lens]
+    # Each KV head has a needle of its own, to try as many places in one call.
+    for turn in range(0, max(map(len, places)), spec.num_kv_heads):
+        needles = [p[(turn + heads) % len(p)] if len(p) else None for p in places]
         for k, needle in zip(sequences.k, needles, strict=True):
             k.zero_()
-            if needle >= 0:
-                k[needle] = signs.to(k.dtype)
+            if needle is not None:
+                k[needle, heads] = signs.to(k.dtype)
 
-        def value_of_needle(
-            s: int, positions: Tensor, needles: list[int] = needles
+        def values_of_needles(
+            s: int, positions: Tensor, needles: list[Tensor | None] = needles
         ) -> tuple[Tensor, Tensor]:
-            return positions >= needles[s], _per_query_head(spec, sequences.v[s][needles[s]])
+            needle = needles[s]
+            assert needle is not None, "a sequence without keys is not judged"
+            seen = positions.view(-1, 1) >= needle.repeat_interleave(spec.group_size)
+            return seen, _per_query_head(spec, sequences.v[s][needle, heads])
 
-        _judge(backend, case, sequences, value_of_needle)
+        _judge(backend, case, sequences, values_of_needles)
 
 
 def check_equal_keys_average_the_visible_values(backend: Subject, case: Case) -> None:
@@ -83,7 +88,7 @@ def check_query_heads_read_their_kv_head(backend: Subject, case: Case) -> None:
 
     def kv_head(s: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         known = positions >= 0 if spec.causal else torch.full_like(positions >= 0, True)
-        return known, _per_query_head(spec, heads)
+        return known.view(-1, 1), _per_query_head(spec, heads)
 
     _judge(backend, case, sequences, kv_head)
 
@@ -94,7 +99,7 @@ def check_one_key_gives_its_value(backend: Subject, case: Case) -> None:
     sequences = random_sequences(case)
 
     def first_value(s: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return positions == 0, _per_query_head(spec, sequences.v[s][0])
+        return positions.view(-1, 1) == 0, _per_query_head(spec, sequences.v[s][0])
 
     _judge(backend, case, sequences, first_value)
 
@@ -110,7 +115,8 @@ def check_large_scores_do_not_overflow(backend: Subject, case: Case) -> None:
         k[-1:] = 256.0
 
     def last_value(s: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return positions == case.kv_lens[s] - 1, _per_query_head(spec, sequences.v[s][-1])
+        is_last = positions.view(-1, 1) == case.kv_lens[s] - 1
+        return is_last, _per_query_head(spec, sequences.v[s][-1])
 
     _judge(backend, case, sequences, last_value)
 
@@ -129,7 +135,7 @@ def _judge_means(backend: Subject, case: Case, values: list[Tensor]) -> None:
         behind, first = behind.clamp_min(0), first.clamp_min(0)
         sums = torch.cat([torch.zeros(1), values[s]]).double().cumsum(0)  # of what stands before
         means = (sums[behind] - sums[first]) / (behind - first)
-        return behind > first, means.view(-1, 1, 1)
+        return (behind > first).view(-1, 1), means.view(-1, 1, 1)
 
     _judge(backend, case, sequences, mean)
 
@@ -169,13 +175,15 @@ def _judge(backend: Subject, case: Case, sequences: Sequences, answers: Answers)
             continue
         positions = torch.arange(rows.start, rows.stop) - rows.stop + kv_len
         known, answer = answers(s, positions)
+        known = known.expand(out[rows].shape[:2])
         exact = answer.double().expand_as(out[rows])[known]
         limit = tolerance.needle_limit(case.spec.dtype, kv_len)
         # The spacing of the numbers, where it stops shrinking with them.
         limits = torch.maximum(
             limit * exact.abs().amax(-1, keepdim=True), tolerance.ulp(exact, case.spec.dtype)
         )
-        what = f"rows {positions[known].tolist()[:3]}... of sequence {s}"
+        where = known.nonzero()[:1].tolist()
+        what = f"sequence {s}, known rows and heads from {where} on"
         within(what, out[rows][known], exact, limits, "must be exact")
 
 

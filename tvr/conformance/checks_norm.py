@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tvr.conformance import oracle, tolerance
+from tvr.conformance.checks_common import TOKEN_ARGS
 from tvr.conformance.inputs import make_call
-from tvr.conformance.judge import between, same_bits, within_ulps
+from tvr.conformance.judge import between, same_bits, within, within_ulps
 from tvr.conformance.ledger import Check
 from tvr.conformance.subject import Call
 from tvr.contract import AddRmsNormSpec, matching_box
@@ -39,6 +40,26 @@ def check_norm_squares_do_not_overflow(backend: Subject, case: Case) -> None:
         call = _filled(case, backend, value)
         backend.run(call)
         _judge(backend, call)
+
+
+def check_zero_row_gives_zeros(backend: Subject, case: Case) -> None:
+    """A row of zeros is divided by the root of eps, not by 0."""
+    call = _filled(case, backend, 0.0)
+    backend.run(call)
+    within("out", call["out"], call["x"].cpu().double(), 0.0, "must be 0")
+
+
+def check_leading_dims_are_free(backend: Subject, case: Case) -> None:
+    """Rows may be [hidden], or have any dimensions before that: [rows, 1, hidden]."""
+    call = make_call(case, backend.torch_device)
+    rows = {name for name, tensor in call.args.items() if name in TOKEN_ARGS}
+    deep = call.replace(**{name: call[name].unsqueeze(1) for name in rows})
+    backend.run(deep)
+    _judge(backend, call)
+    call = make_call(case, backend.torch_device)
+    flat = call.replace(**{name: call[name][-1] for name in rows})
+    backend.run(flat)
+    _judge(backend, flat)
 
 
 def check_sum_is_rounded_before_the_norm(backend: Subject, case: Case) -> None:
@@ -93,6 +114,8 @@ CHECKS = (
     Check(run=check_norm_rounds_where_declared, ops=_NORMS),
     Check(run=check_norm_eps_is_inside_the_root, ops=_NORMS),
     Check(run=check_norm_squares_do_not_overflow, ops=_NORMS),
+    Check(run=check_zero_row_gives_zeros, ops=_NORMS),
+    Check(run=check_leading_dims_are_free, ops=_NORMS),
     Check(run=check_sum_is_rounded_before_the_norm, ops=("add_rms_norm",)),
     Check(run=check_residual_may_be_updated_in_place, ops=("add_rms_norm",)),
 )

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
+from tvr.conformance import pools
 from tvr.conformance.attending import BOTH, PREFILL, is_causal, rows_of, run, same_outputs
 from tvr.conformance.judge import same_bits
 from tvr.conformance.ledger import Check
-from tvr.conformance.sequences import Paging, random_sequences
+from tvr.conformance.sequences import Paging, attention_spec, random_sequences
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tvr.conformance.case import Case
     from tvr.conformance.subject import Subject
 
@@ -66,10 +72,65 @@ def check_later_tokens_are_hidden(backend: Subject, case: Case) -> None:
         same_bits(what, call["out"][earlier], clean["out"][earlier])
 
 
+def check_nan_sequence_stays_alone(backend: Subject, case: Case) -> None:
+    """A sequence of NaN changes no bit of the others."""
+    sequences = random_sequences(case)
+    clean = run(backend, case, sequences)
+    bad = next(s for s, q_len in enumerate(case.q_lens) if q_len)
+    for x in (sequences.q[bad], sequences.k[bad], sequences.v[bad]):
+        x.fill_(_NAN)
+    call = run(backend, case, sequences)
+    for s, rows in enumerate(rows_of(sequences)):
+        if s != bad:
+            same_bits(f"sequence {s}, another is NaN", call["out"][rows], clean["out"][rows])
+
+
+def check_block_ids_beyond_16_bits_are_read(backend: Subject, case: Case) -> None:
+    """Block 65,536 of a pool is not block 0."""
+    far = pools.far_pools(attention_spec(case), backend.torch_device)
+    _judge_moved(backend, case, far, pools.FAR_BLOCK)
+
+
+def check_offsets_beyond_32_bits_are_read(backend: Subject, case: Case) -> None:
+    """A block that lies 2^32 elements into the pool is not its first."""
+    wide = pools.wide_pools(attention_spec(case), backend.torch_device)
+    _judge_moved(backend, case, wide, pools.WIDE_BLOCK)
+
+
+def _judge_moved(backend: Subject, case: Case, caches: list[Tensor], block: int) -> None:
+    """Move the one block of the case to `block` of other pools, and refuse any difference."""
+    sequences = random_sequences(case)
+    near = run(backend, case, sequences)
+    step = near["step"]
+    for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
+        cache[0] = near[name].flip(2)[step.block_table[0, 0]]
+        cache[block] = near[name][step.block_table[0, 0]]
+    moved = near.replace(
+        k_cache=caches[0],
+        v_cache=caches[1],
+        step=replace(step, block_table=torch.full_like(step.block_table, block)),
+        out=torch.full_like(near["out"], _NAN),
+    )
+    backend.run(moved)
+    same_outputs(f"block {block}", moved, near)
+
+
+def _has_neighbours(case: Case) -> bool:
+    return sum(1 for q_len in case.q_lens if q_len) > 1
+
+
 CHECKS = (
     Check(run=check_unused_slots_are_never_read, ops=BOTH),
     Check(run=check_table_past_the_end_is_never_read, ops=BOTH),
     Check(run=check_block_order_does_not_matter, ops=BOTH),
     Check(run=check_interleaved_cache_is_read_right, ops=BOTH),
     Check(run=check_later_tokens_are_hidden, ops=PREFILL, applies=is_causal),
+    Check(run=check_nan_sequence_stays_alone, ops=BOTH, applies=_has_neighbours),
+    Check(run=check_block_ids_beyond_16_bits_are_read, ops=BOTH, applies=pools.fits_far_pools),
+    Check(
+        run=check_offsets_beyond_32_bits_are_read,
+        ops=BOTH,
+        applies=pools.fits_wide_pools,
+        needs=pools.no_room_for_wide_pools,
+    ),
 )

@@ -8,24 +8,66 @@ import torch
 
 from tvr.conformance import oracle, tolerance
 from tvr.conformance.checks_common import in_wider_rows
-from tvr.conformance.inputs import make_call
+from tvr.conformance.inputs import MAX_POSITION, make_call
 from tvr.conformance.judge import same_bits, within, within_ulps
 from tvr.conformance.ledger import Check, CheckFailed
 
 if TYPE_CHECKING:
     from tvr.conformance.case import Case
-    from tvr.conformance.subject import Subject
+    from tvr.conformance.subject import Call, Subject
 
 
 def check_rotation_is_rounded_once(backend: Subject, case: Case) -> None:
     """q and k are turned by the angles of their positions, within one ulp; other channels pass."""
     call = make_call(case, backend.torch_device)
     backend.run(call)
-    positions, table = call["positions"].cpu(), call["cos_sin_cache"].cpu()
+    _judge(call)
+
+
+def check_positions_are_those_given(backend: Subject, case: Case) -> None:
+    """Positions may start anywhere, as those of a later chunk do, and come in any order."""
+    n = case.num_tokens
+    chunk = torch.arange(16, 16 + n) % MAX_POSITION
+    decodes = torch.tensor([5, 900, 17]).repeat(-(-n // 3))[:n]
+    for positions in (chunk, chunk.flip(0), decodes, torch.full((n,), 7)):
+        call = make_call(case, backend.torch_device)
+        call["positions"].copy_(positions)
+        backend.run(call)
+        _judge(call)
+
+
+def check_angles_come_from_inside_the_table(backend: Subject, case: Case) -> None:
+    """Nothing before the first or behind the last row of the table is used: NaN stands there."""
+    call = make_call(case, backend.torch_device)
+    table = call["cos_sin_cache"]
+    call["positions"][1::2] = 0
+    around = table.new_full((len(table) + 2, table.shape[1]), float("nan"))
+    around[1:-1] = table
+    call = call.replace(cos_sin_cache=around[1:-1])
+    backend.run(call)
+    _judge(call)
+
+
+def check_inverse_angles_undo_the_rotation(backend: Subject, case: Case) -> None:
+    """Turned by its angles and then back by them, a row is itself again, to rounding."""
+    there = make_call(case, backend.torch_device)
+    backend.run(there)
+    back_table = there["cos_sin_cache"].clone()
+    back_table[:, back_table.shape[1] // 2 :].neg_()
+    back = make_call(case, backend.torch_device)
+    back = back.replace(q=there["q_out"], k=there["k_out"], cos_sin_cache=back_table)
+    backend.run(back)
+    positions, table = there["positions"].cpu(), there["cos_sin_cache"].cpu()
     for name in ("q", "k"):
-        wanted, size = oracle.rope(call[name].cpu(), positions, table)
-        slack = tolerance.ROPE_SLACK * size
-        within_ulps(f"{name}_out", call[f"{name}_out"], wanted, tolerance.ROPE_ULPS, slack)
+        x = there[name].cpu()
+        turned, size = oracle.rope(x, positions, table)
+        # What the first rotation may be off by, what the second makes of that, and its own part.
+        error = tolerance.ROPE_ULPS * tolerance.ulp(turned, case.spec.dtype)
+        _, handed_on = oracle.rope(error + tolerance.ROPE_SLACK * size, positions, table)
+        _, size = oracle.rope(turned, positions, table)
+        slack = handed_on + tolerance.ROPE_SLACK * (size + x.double().abs())
+        found = back[f"{name}_out"]
+        within_ulps(f"{name} turned back", found, x.double(), tolerance.ROPE_ULPS, slack)
 
 
 def check_pairs_are_half_split(backend: Subject, case: Case) -> None:
@@ -65,10 +107,21 @@ def check_int32_positions_are_refused(backend: Subject, case: Case) -> None:
     raise CheckFailed("int32 positions were accepted")
 
 
+def _judge(call: Call) -> None:
+    positions, table = call["positions"].cpu(), call["cos_sin_cache"].cpu()
+    for name in ("q", "k"):
+        wanted, size = oracle.rope(call[name].cpu(), positions, table)
+        slack = tolerance.ROPE_SLACK * size
+        within_ulps(f"{name}_out", call[f"{name}_out"], wanted, tolerance.ROPE_ULPS, slack)
+
+
 _ROPES = ("rope", "rope_kv_write")
 
 CHECKS = (
     Check(run=check_rotation_is_rounded_once, ops=_ROPES),
+    Check(run=check_positions_are_those_given, ops=_ROPES),
+    Check(run=check_angles_come_from_inside_the_table, ops=_ROPES),
+    Check(run=check_inverse_angles_undo_the_rotation, ops=_ROPES),
     Check(run=check_pairs_are_half_split, ops=_ROPES),
     Check(run=check_rotation_in_place_is_the_same, ops=_ROPES),
     Check(run=check_int32_positions_are_refused, ops=_ROPES),

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from tvr.conformance.case import Case
 
 EPS = 1e-5  # of the norms
-MAX_POSITION = 512
+MAX_POSITION = 1000  # rows of the angle table, exactly
 _SPARE_BLOCKS = 3
 _ROPE_THETA = 10000.0
+_ROPE_FACTOR = 8.0
 
 
 def make_call(case: Case, device: torch.device) -> Call:
@@ -54,7 +55,9 @@ def make_call(case: Case, device: torch.device) -> Call:
             args |= {"out": empty(rows, n)}
         case RopeSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim):
             args = {"q": normal(rows, heads, dim), "k": normal(rows, kv_heads, dim)}
-            args["positions"] = torch.randint(MAX_POSITION, (rows,), generator=g).to(device)
+            positions = torch.randint(MAX_POSITION, (rows,), generator=g)
+            positions[:1] = MAX_POSITION - 1  # the table's last row
+            args["positions"] = positions.to(device)
             args["cos_sin_cache"] = cos_sin_cache(case.spec.rotary_dim or dim).to(device)
             args |= {"q_out": empty(rows, heads, dim), "k_out": empty(rows, kv_heads, dim)}
             if isinstance(case.spec, RopeKvWriteSpec):
@@ -76,9 +79,14 @@ def make_call(case: Case, device: torch.device) -> Call:
 
 
 def cos_sin_cache(rotary_dim: int) -> Tensor:
-    """Return the table [MAX_POSITION, rotary_dim] fp32: cos half, then sin half."""
+    """Return the table [MAX_POSITION, rotary_dim] fp32: cos half, then sin half.
+
+    The slower half of the frequencies is scaled down, as long-context checkpoints do: an op that
+    makes angles of its own, from a theta, differs.
+    """
     pair = torch.arange(rotary_dim // 2, dtype=torch.float64)
     frequency = _ROPE_THETA ** (-2 * pair / rotary_dim)
+    frequency[rotary_dim // 4 :] /= _ROPE_FACTOR
     angle = torch.arange(MAX_POSITION, dtype=torch.float64).unsqueeze(1) * frequency
     return torch.cat([angle.cos(), angle.sin()], dim=1).float()
 
