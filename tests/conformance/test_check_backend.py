@@ -12,6 +12,7 @@ import torch
 from support.fakes import CPU
 from support.faults import FAULTS, faulty
 from support.faults_contract import CONTRACT_FAULTS, GPU_FAULTS, GRAPH_FAULTS
+from support.faults_engine import ENGINE_FAULTS
 from tvr.backends.torch_ref import plugin
 from tvr.conformance import CHECKS, check_backend, format_results
 from tvr.conformance.case import LEVELS
@@ -58,8 +59,8 @@ def test_a_planted_fault_is_caught_by_the_check_named_for_it(fault):
 
 def test_every_check_has_a_fault_that_it_catches():
     declaration = {"declared_support_is_bound"}  # the next two tests
-    of_contract = (*CONTRACT_FAULTS, *GRAPH_FAULTS, *GPU_FAULTS)  # in tests of their own
-    caught = {fault.check for fault in (*FAULTS, *of_contract)}
+    elsewhere = (*CONTRACT_FAULTS, *GRAPH_FAULTS, *GPU_FAULTS, *ENGINE_FAULTS)  # have own tests
+    caught = {fault.check for fault in (*FAULTS, *elsewhere)}
     assert caught | declaration == {check.name for check in CHECKS}
 
 

@@ -129,7 +129,8 @@ def aligns_the_mask_top_left(right, spec, a):
     return right(step=_with_lens(a["step"], lens))
 
 
-def maps_heads_by_remainder(right, spec, a):
+def maps_heads_by_repeat(right, spec, a):
+    """KV heads repeated as a whole, so that query head h reads KV head h % num_kv_heads."""
     heads = torch.arange(spec.num_heads)
     place = heads % spec.num_kv_heads * spec.group_size + heads // spec.num_kv_heads
     moved = torch.empty_like(a["q"])
@@ -142,6 +143,68 @@ def sums_scores_in_fp16(right, spec, a):
     out = right()
     largest = a["q"].abs().amax() * a["k_cache"].abs().amax() * spec.head_dim
     return out.fill_(math.nan) if largest > torch.finfo(torch.float16).max else out
+
+
+def scales_by_its_own_root_of_head_dim(right, spec, a):
+    return right(scale=spec.head_dim**-0.5)
+
+
+def ignores_the_cap(right, spec, a):
+    return attention.bind_decode(replace(spec, softcap=None)).run(**a)
+
+
+def accumulates_values_in_the_activation_dtype(right, spec, a):
+    """Tile by tile, with the sum so far rounded every time."""
+    right()
+    step, size, group = a["step"], spec.block_size, spec.group_size
+    for s, kv_len in enumerate(step.seq_lens_cpu):
+        token = torch.arange(kv_len)
+        at = step.block_table[s, token // size].long(), slice(None), token % size
+        k, v = (a[n][at].float().repeat_interleave(group, 1) for n in ("k_cache", "v_cache"))
+        score = torch.einsum("khd,hd->kh", k, a["q"][s].float()) * a["scale"]
+        total = torch.zeros_like(a["out"][s])
+        for start in range(0, kv_len, 8):
+            tile = slice(start, start + 8)
+            weights = score.softmax(0)[tile].unsqueeze(-1)
+            total = (total.float() + (weights * v[tile]).sum(0)).to(total.dtype)
+        if spec.softcap is None and spec.window is None:
+            a["out"][s] = total
+    return a["out"]
+
+
+def sees_one_key_more_in_a_window(right, spec, a):
+    window = None if spec.window is None else spec.window + 1
+    return attention.bind_decode(replace(spec, window=window)).run(**a)
+
+
+def shares_a_tile_with_the_next_sequence(right, spec, a):
+    out = right()
+    return out.add_(0 * a["q"].roll(1, 0).sum(dim=(1, 2), keepdim=True))
+
+
+def divides_nothing_by_nothing_in_an_empty_split(right, spec, a):
+    """Keys are cut into four splits by the longest sequence; a short one has none in the last."""
+    out, step = right(), a["step"]
+    for s, kv_len in enumerate(step.seq_lens_cpu):
+        if 0 < kv_len <= 3 * step.max_seq_len // 4 and step.max_seq_len > spec.block_size:
+            out[s] = math.nan
+    return out
+
+
+def counts_a_key_that_is_not_there(right, spec, a):
+    out = right()
+    for s, kv_len in enumerate(a["step"].seq_lens_cpu):
+        out[s] *= kv_len / (kv_len + 1)
+    return out
+
+
+def ends_at_65536_tokens(right, spec, a):
+    return right(step=_with_lens(a["step"], [min(n, 2**16) for n in a["step"].seq_lens_cpu]))
+
+
+def reads_the_first_kv_head_only(right, spec, a):
+    caches = {n: a[n][:, :1].expand(a[n].shape) for n in ("k_cache", "v_cache")}
+    return right(**caches)
 
 
 FAULTS = [
@@ -170,6 +233,26 @@ FAULTS = [
         for place in (0, 15, 16, 63, 64, 127, 128, 129)
     ),
     Fault("equal_keys_average_the_visible_values", "attention_prefill", aligns_the_mask_top_left),
-    Fault("query_heads_read_their_kv_head", "attention_decode", maps_heads_by_remainder),
+    Fault("query_heads_read_their_kv_head", "attention_decode", maps_heads_by_repeat),
     Fault("large_scores_do_not_overflow", "attention_decode", sums_scores_in_fp16),
+    Fault("output_matches_oracle", "attention_decode", ignores_the_cap),
+    Fault("output_matches_oracle", "attention_decode", accumulates_values_in_the_activation_dtype),
+    Fault("needle_is_found", "attention_decode", scales_by_its_own_root_of_head_dim),
+    Fault(
+        "equal_keys_average_the_visible_values", "attention_decode", sees_one_key_more_in_a_window
+    ),
+    Fault("nan_sequence_stays_alone", "attention_decode", shares_a_tile_with_the_next_sequence),
+    Fault(
+        "empty_splits_weigh_nothing",
+        "attention_decode",
+        divides_nothing_by_nothing_in_an_empty_split,
+    ),
+    Fault("one_key_gives_its_value", "attention_decode", counts_a_key_that_is_not_there),
+    Fault(
+        "late_values_of_a_long_context_count",
+        "attention_decode",
+        ends_at_65536_tokens,
+        level="full",
+    ),
+    Fault("query_heads_read_their_kv_head", "attention_decode", reads_the_first_kv_head_only),
 ]

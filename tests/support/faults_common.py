@@ -50,6 +50,23 @@ def sums_by_the_shape_of_the_batch(right, spec, a):
     return torch.mm(a["x"], weight.t(), out=a["out"])
 
 
+def takes_rows_of_q_and_k_for_apart(right, spec, a):
+    q, k = a["q"], a["k"]
+    return right(k=k.roll(1, 0)) if q.stride(0) == k.stride(0) else right()
+
+
+def stores_nothing_beside_a_nan(right, spec, a):
+    slots = a["slot_mapping"]
+    return right(slot_mapping=torch.full_like(slots, -1) if a["k"].isnan().any() else slots)
+
+
+def stores_a_lone_row_of_v_twice(right, spec, a):
+    result = right()
+    if len(a["k"]) == 1:
+        right(k=a["v"])
+    return result
+
+
 FAULTS = [
     Fault("outputs_are_returned", "rms_norm", returns_a_copy),
     Fault("inputs_are_unchanged", "silu_mul", scribbles_on_its_input),
@@ -61,4 +78,7 @@ FAULTS = [
     Fault("nan_row_stays_alone", "rms_norm", spreads_nan_to_all_rows),
     Fault("rows_do_not_depend_on_batch", "linear", sums_by_the_shape_of_the_batch),
     Fault("strided_rows_are_multiplied_right", "linear", ignores_the_row_stride),
+    Fault("strided_inputs_are_read_right", "rope", takes_rows_of_q_and_k_for_apart),
+    Fault("nan_row_stays_alone", "kv_write", stores_nothing_beside_a_nan),
+    Fault("rows_do_not_depend_on_batch", "kv_write", stores_a_lone_row_of_v_twice),
 ]

@@ -39,6 +39,15 @@ def takes_nan_for_the_largest(right, spec, a):
     return torch.argmax(a["logits"], dim=-1, out=a["out"])
 
 
+def accumulates_in_the_activation_dtype(right, spec, a):
+    weight, bias = a["packed"]
+    total = torch.zeros_like(a["out"])
+    for start in range(0, spec.in_features, 8):
+        piece = slice(start, start + 8)
+        total += (a["x"][:, piece].float() @ weight[:, piece].float().t()).to(total.dtype)
+    return a["out"].copy_(total if bias is None else total + bias)
+
+
 FAULTS = [
     Fault("product_matches_oracle", "linear", drops_the_bias),
     Fault("gate_comes_first", "silu_mul", swaps_gate_and_up),
@@ -47,4 +56,5 @@ FAULTS = [
     Fault("largest_logit_wins", "argmax", searches_half_the_vocabulary),
     Fault("lowest_id_wins_ties", "argmax", takes_the_last_of_equals),
     Fault("nan_row_gives_minus_one", "argmax", takes_nan_for_the_largest),
+    Fault("product_matches_oracle", "linear", accumulates_in_the_activation_dtype),
 ]

@@ -52,6 +52,16 @@ def reads_the_residual_twice(right, spec, a):
     return a["out"], a["residual_out"]
 
 
+def leaves_out_eps(right, spec, a):
+    return right(eps=0.0)
+
+
+def normalises_over_the_second_dim(right, spec, a):
+    x = a["x"].float()
+    normed = x * torch.rsqrt((x * x).mean(1, keepdim=True) + a["eps"])
+    return a["out"].copy_(normed.to(a["x"].dtype) * a["weight"])
+
+
 FAULTS = [
     Fault("norm_rounds_where_declared", "rms_norm", casts_after_the_weight),
     Fault("norm_rounds_where_declared", "rms_norm", nudges_one_element_by_one_ulp),
@@ -60,4 +70,6 @@ FAULTS = [
     Fault("norm_squares_do_not_overflow", "rms_norm", squares_in_the_activation_dtype),
     Fault("sum_is_rounded_before_the_norm", "add_rms_norm", norms_the_unrounded_sum),
     Fault("residual_may_be_updated_in_place", "add_rms_norm", reads_the_residual_twice),
+    Fault("zero_row_gives_zeros", "rms_norm", leaves_out_eps),
+    Fault("leading_dims_are_free", "rms_norm", normalises_over_the_second_dim),
 ]

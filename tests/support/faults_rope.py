@@ -56,6 +56,38 @@ def takes_any_positions(right, spec, a):
     return right(positions=a["positions"].long())
 
 
+def restarts_positions_in_each_chunk(right, spec, a):
+    return right(positions=a["positions"] - a["positions"][:1])
+
+
+def turns_by_angles_of_its_own(right, spec, a):
+    """Those of theta 10,000, whatever scaling is in the table."""
+    max_position, dim = a["cos_sin_cache"].shape
+    frequency = 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+    angle = torch.arange(max_position).unsqueeze(1) * frequency
+    return right(cos_sin_cache=torch.cat([angle.cos(), angle.sin()], dim=1))
+
+
+def blends_in_nothing_of_the_next_row(right, spec, a):
+    table = a["cos_sin_cache"]
+    right()
+    more = (table.storage_offset() + (len(table) + 1) * table.shape[1]) * table.element_size()
+    if more <= table.untyped_storage().nbytes():
+        a["q_out"] += 0 * table.as_strided((len(table) + 1, table.shape[1]), table.stride())[-1, 0]
+    return a["q_out"], a["k_out"]
+
+
+def takes_every_sine_for_positive(right, spec, a):
+    return right(cos_sin_cache=a["cos_sin_cache"].abs())
+
+
+def leaves_unwritten_rows_as_they_are(right, spec, a):
+    right()
+    skipped = a["slot_mapping"] < 0
+    a["k_out"][skipped] = a["k"][skipped]
+    return a["q_out"], a["k_out"]
+
+
 FAULTS = [
     Fault("rotation_is_rounded_once", "rope", counts_positions_from_zero),
     Fault("rotation_is_rounded_once", "rope", is_two_ulps_off_in_one_place),
@@ -64,4 +96,9 @@ FAULTS = [
     Fault("rotation_in_place_is_the_same", "rope", writes_rows_of_the_head_count),
     Fault("rotation_in_place_is_the_same", "rope", reads_a_half_already_written),
     Fault("int32_positions_are_refused", "rope", takes_any_positions),
+    Fault("positions_are_those_given", "rope", restarts_positions_in_each_chunk),
+    Fault("rotation_is_rounded_once", "rope", turns_by_angles_of_its_own),
+    Fault("angles_come_from_inside_the_table", "rope", blends_in_nothing_of_the_next_row),
+    Fault("inverse_angles_undo_the_rotation", "rope", takes_every_sine_for_positive),
+    Fault("slot_minus_one_writes_nothing", "rope_kv_write", leaves_unwritten_rows_as_they_are),
 ]

@@ -103,8 +103,8 @@ def _judge_moved(backend: Subject, case: Case, caches: list[Tensor], block: int)
     near = run(backend, case, sequences)
     step = near["step"]
     for cache, name in zip(caches, ("k_cache", "v_cache"), strict=True):
-        cache[0] = near[name].flip(2)[step.block_table[0, 0]]
         cache[block] = near[name][step.block_table[0, 0]]
+        cache[0] = -cache[block]
     moved = near.replace(
         k_cache=caches[0],
         v_cache=caches[1],
