@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
+from contextlib import redirect_stderr
 
 import pytest
 
 from support.cli import refused_here, run_here
 from support.plugins import install
+from tvr.cli.progress import suite_bar
 
 #: Rounds rotated heads of 96 elements a second time, and serves `argmax` right.
 FAULTY = """
@@ -140,11 +143,33 @@ def test_what_passes_ends_with_0():
     assert done.stdout.splitlines()[-1].startswith("passed: ")
 
 
+def test_a_terminal_sees_how_far_it_is(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    with redirect_stderr(terminal), suite_bar(total=4) as report:
+        report(3, "1 failed, rope: rotation_is_rounded_once")
+    assert "3/4" in terminal.getvalue()
+    assert "1 failed, rope: rotation_is_rounded_once" in terminal.getvalue()
+
+
 def test_a_child_process_finds_what_this_process_finds():
     options = ("faulty", "--op", "rope", "--check", CHECK, "--max-examples", 0)
     here, there = conformance(*options, "--in-process"), conformance(*options)
     assert here.returncode == there.returncode == 1
     assert here.stdout.splitlines()[2:] == there.stdout.splitlines()[2:]
+
+
+def test_ops_that_are_not_declared_take_one_line():
+    options = ("--check", "declared_support_is_bound,outputs_are_returned", *QUICKLY)
+    done = conformance("faulty", *options)
+    assert done.returncode == 0
+    (line,) = (line for line in done.stdout.splitlines() if "linear" in line)
+    assert line.startswith("not declared: rms_norm, ")
+    assert "rope," not in line
 
 
 def test_a_backend_that_declares_nothing_cannot_pass():

@@ -15,6 +15,7 @@ from tvr.conformance.report import (
     smallest_failure,
 )
 from tvr.conformance.suite_run import SuiteRun
+from tvr.contract import OPS
 
 #: Reasons of skips that are listed; the rarer ones are summed up.
 MOST_REASONS = 12
@@ -48,7 +49,7 @@ def verdict(run: SuiteRun) -> str:
         f"--{name}" for name in ("op", "check", "case") if getattr(run, f"{name}s") is not None
     ]
     of_what = f"what {', '.join(narrowed)} asked for" if narrowed else "every declared op"
-    return f"passed: {of_what} was checked; {format_counts(run.results)}"
+    return f"passed: {of_what} was checked at level {run.level}; {format_counts(run.results)}"
 
 
 def _heading(run: SuiteRun) -> str:
@@ -66,7 +67,8 @@ def _table(run: SuiteRun) -> str:
     width = max((len(check) for _, check in units), default=0)
     shown = [o for o in OUTCOMES if o != EXPECTED or any(r.outcome == o for r in run.results)]
     blocks = []
-    for op in dict.fromkeys(op for op, _ in units):
+    undeclared = _undeclared(run)
+    for op in dict.fromkeys(op for op, _ in units if op not in undeclared):
         checks = {check: count(found) for (o, check), found in units.items() if o == op}
         ran = {check: n for check, n in checks.items() if sum(n.values()) > n[SKIPPED]}
         lines = [f"{op:<{width + 2}}" + "".join(f"{outcome:>10}" for outcome in shown)]
@@ -74,7 +76,16 @@ def _table(run: SuiteRun) -> str:
         if left := len(checks) - len(ran):
             lines.append(f"  {left} other check{'s' * (left > 1)}: all skipped")
         blocks.append("\n".join(lines))
+    if undeclared:
+        blocks.append(f"not declared: {', '.join(undeclared)}")
     return "\n\n".join(blocks)
+
+
+def _undeclared(run: SuiteRun) -> list[str]:
+    """Return the ops that need no block of their own: not declared, and rightly so."""
+    failed = {result.op for result in run.failures}
+    asked = dict.fromkeys(result.op for result in run.results)
+    return [op for op in OPS if op in asked and op not in failed and op not in run.declared]
 
 
 def _cells(counts: dict[str, int], shown: Sequence[str]) -> str:
@@ -82,8 +93,10 @@ def _cells(counts: dict[str, int], shown: Sequence[str]) -> str:
 
 
 def _skips(run: SuiteRun) -> str:
-    """Return the reasons of skips, the most frequent first."""
-    reasons = Counter(r.detail for r in run.results if r.outcome == SKIPPED)
+    """Return the reasons of skips, the most frequent first; those of undeclared ops are clear."""
+    undeclared = _undeclared(run)
+    skipped = (r for r in run.results if r.outcome == SKIPPED and r.op not in undeclared)
+    reasons = Counter(result.detail for result in skipped)
     if not reasons:
         return ""
     lines = [f"{number:>8}  {reason}" for reason, number in reasons.most_common(MOST_REASONS)]

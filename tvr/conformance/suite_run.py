@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 from tvr import __version__
-from tvr.conformance.case import parse_case
 from tvr.conformance.ledger import EXPECTED, PASSED, CheckResult
+from tvr.conformance.report import smallest_failure
 from tvr.contract import OPS, BackendInfo, DeviceFacts
 
 _PACKAGES = ("torch", "pluggy", "hypothesis", "triton", "pycuda")
@@ -82,13 +82,7 @@ class SuiteRun(Facts):
         Raises:
             ValueError: there is none.
         """
-        failed = [r for r in self.failures if (r.op, r.check) == (op, check)]
-        return min(failed, key=_size)
-
-
-def _size(result: CheckResult) -> float:
-    """Return the elements of the call; a failure that has no case counts as larger than any."""
-    return parse_case(result.op, result.text).size if result.text else float("inf")
+        return smallest_failure(r for r in self.results if (r.op, r.check) == (op, check))
 
 
 def facts_of(
