@@ -63,7 +63,11 @@ def check_needle_is_found(backend: Subject, case: Case) -> None:
             seen = positions.view(-1, 1) >= needle.repeat_interleave(spec.group_size)
             return seen, _per_query_head(spec, sequences.v[s][needle, heads])
 
-        _judge(backend, case, sequences, values_of_needles)
+        def places_of_needles(s: int, needles: list[Tensor | None] = needles) -> str:
+            needle = needles[s]
+            return "" if needle is None else f", needles at {needle.tolist()}"
+
+        _judge(backend, case, sequences, values_of_needles, places_of_needles)
 
 
 def check_equal_keys_average_the_visible_values(backend: Subject, case: Case) -> None:
@@ -166,8 +170,14 @@ def _per_query_head(spec: AttentionSpec, x: Tensor) -> Tensor:
     return x.repeat_interleave(spec.group_size, dim=0)
 
 
-def _judge(backend: Subject, case: Case, sequences: Sequences, answers: Answers) -> None:
-    """Run, and compare the rows whose answer is known."""
+def _judge(
+    backend: Subject,
+    case: Case,
+    sequences: Sequences,
+    answers: Answers,
+    note: Callable[[int], str] = lambda s: "",
+) -> None:
+    """Run, and compare the rows and heads whose answer is known; `note(s)` tells of sequence s."""
     out = run(backend, case, sequences)["out"].cpu().double()
     for s, rows in enumerate(rows_of(sequences)):
         kv_len = len(sequences.k[s])
@@ -175,16 +185,15 @@ def _judge(backend: Subject, case: Case, sequences: Sequences, answers: Answers)
             continue
         positions = torch.arange(rows.start, rows.stop) - rows.stop + kv_len
         known, answer = answers(s, positions)
-        known = known.expand(out[rows].shape[:2])
-        exact = answer.double().expand_as(out[rows])[known]
+        known = known.unsqueeze(-1)
+        exact = answer.double().where(known, 0.0).expand_as(out[rows])
         limit = tolerance.needle_limit(case.spec.dtype, kv_len)
         # The spacing of the numbers, where it stops shrinking with them.
         limits = torch.maximum(
             limit * exact.abs().amax(-1, keepdim=True), tolerance.ulp(exact, case.spec.dtype)
         )
-        where = known.nonzero()[:1].tolist()
-        what = f"sequence {s}, known rows and heads from {where} on"
-        within(what, out[rows][known], exact, limits, "must be exact")
+        what = f"sequence {s} of {kv_len} keys{note(s)}"
+        within(what, out[rows].where(known, 0.0), exact, limits, "must be exact")
 
 
 def _sees_all(case: Case) -> bool:
