@@ -143,7 +143,7 @@ def test_shrinking_ends_after_its_time(monkeypatch):
             raise ValueError(case.num_tokens)
 
     began = time.monotonic()
-    _, failure = drawing.find_failure(_cases(), examine, seed=0, max_examples=20)
+    failure = drawing.find_failure(_cases(), examine, seed=0, max_examples=20)
     assert time.monotonic() - began < 5
     assert failure.case.num_tokens > 12_345
     assert str(failure.error) == str(failure.case.num_tokens)
@@ -157,9 +157,39 @@ def test_a_failure_that_comes_and_goes_is_kept():
         if len(calls) == 3:
             raise ValueError("once")
 
-    num_seen, failure = drawing.find_failure(_cases(), examine, seed=0, max_examples=20)
-    assert num_seen >= 3
+    failure = drawing.find_failure(_cases(), examine, seed=0, max_examples=20)
+    assert len(calls) >= 3
     assert str(failure.error) == "once"
+
+
+def test_cases_that_do_not_fit_are_replaced_by_others_for_a_while():
+    fitting, asked = [], []
+
+    def is_even(case):
+        asked.append(case)
+        return case.num_tokens % 2 == 0
+
+    drawing.find_failure(_cases(), fitting.append, fits=is_even, seed=0, max_examples=20)
+    assert len(fitting) == 20
+    asked.clear()
+    drawing.find_failure(
+        _cases(), fitting.append, fits=lambda case: asked.append(case), seed=0, max_examples=20
+    )
+    assert len(fitting) == 20
+    assert len(asked) <= 100
+
+
+def test_a_device_that_is_lost_ends_the_shrinking():
+    calls = []
+
+    def examine(case):
+        calls.append(case)
+        raise ValueError(case.num_tokens)
+
+    failure = drawing.find_failure(
+        _cases(), examine, seed=0, max_examples=20, may_shrink=lambda: False
+    )
+    assert calls == [failure.case]
 
 
 def test_an_interrupt_passes_through():

@@ -9,11 +9,11 @@ import sys
 import time
 
 import pytest
+import torch
 
 from support.plugins import install
 from support.troubled import NAME, PID_FILE, install_troubled
 from tvr.backends.torch_ref import plugin
-from tvr.conformance import worker
 from tvr.conformance.isolate import IsolatedSuite
 from tvr.conformance.selection import Selection
 from tvr.conformance.subject import Subject, device_facts
@@ -191,13 +191,13 @@ def test_no_child_outlives_its_parent(site, sent, code):
 
 
 def test_a_device_that_raises_when_asked_is_lost(monkeypatch):
-    torch = worker.torch
-
     def synchronize(device):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    assert worker.device_answers(torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    assert worker.device_answers(torch.device("cuda", 0))
+    backend = Subject(plugin, device_facts("cpu"))
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    assert not worker.device_answers(torch.device("cuda", 0))
+    assert backend.answers()
+    backend._on_gpu = True
+    assert not backend.answers()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert backend.answers()

@@ -55,9 +55,9 @@ def talk():
 
 
 def lose_the_device():
-    from tvr.conformance import worker
+    from tvr.conformance import subject
 
-    worker.device_answers = lambda device: False
+    subject.Subject.answers = lambda self: False
     print("no longer there")
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

@@ -153,7 +153,6 @@ def _run(
     from tvr.cli.progress import suite_bar
     from tvr.conformance.suite import missing_checks, units
     from tvr.conformance.suite_run import SuiteRun
-    from tvr.contract import ABI_MAJOR, ABI_MINOR, BackendInfo, Box
 
     selection = task.selection
     chosen = units(selection)
@@ -171,10 +170,7 @@ def _run(
                     results.append(result)
                     num_failed += result.failed
                     report(num_done, f"{num_failed} failed, {doing}")
-    # Here only the names of declared ops are known, and only they are asked for.
-    declared = {op: [Box(dtypes=())] for op in facts.declared}
-    info = BackendInfo(name=facts.backend, abi=(ABI_MAJOR, ABI_MINOR), ops=declared)
-    results += missing_checks(info, results, selection)
+    results += missing_checks(facts.declared, results, selection)
     return SuiteRun(
         **asdict(facts),
         **asdict(selection),

@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, fields
 
 import torch
 
+from tvr.conformance.model_spec import ModelSpec
 from tvr.contract import SPECS, AttentionDecodeSpec, AttentionSpec, OpSpec
 from tvr.errors import ConfigError
 
@@ -48,7 +49,7 @@ class Case:
     def size(self) -> int:
         """A measure of how large the case is, for finding the smallest that fails."""
         rows = self.num_tokens + sum(self.q_lens) + sum(self.kv_lens)
-        return rows * math.prod(v for v in vars(self.spec).values() if type(v) is int)
+        return max(rows, 1) * math.prod(v for v in vars(self.spec).values() if type(v) is int)
 
     @property
     def text(self) -> str:
@@ -83,7 +84,7 @@ def parse_case(op: str, text: str) -> Case:
     Raises:
         ConfigError: it is none, or no such call can be.
     """
-    spec_type = SPECS[op]
+    spec_type = {**SPECS, ModelSpec.op: ModelSpec}[op]
     is_attention = issubclass(spec_type, AttentionSpec)
     sizes = {"q_lens": tuple, "kv_lens": tuple} if is_attention else {"num_tokens": int}
     kinds = {**_kinds(spec_type), **sizes, "seed": int}

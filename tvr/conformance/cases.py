@@ -13,6 +13,8 @@ from functools import cache
 from typing import Any
 
 from tvr.conformance.case import LEVELS, Case
+from tvr.conformance.model_cases import engine_cases
+from tvr.conformance.model_spec import ENGINE
 from tvr.contract import (
     DTYPES,
     AddRmsNormSpec,
@@ -30,7 +32,9 @@ from tvr.contract import (
 
 
 def cases(op: str, level: str, seed: int = 0) -> list[Case]:
-    """Return the named cases of `op` that `level` runs, their random numbers seeded by `seed`."""
+    """Return the named cases that `level` runs of `op`, or of "engine", with this seed."""
+    if op in ENGINE:
+        return engine_cases(level, seed)
     levels = LEVELS[: LEVELS.index(level) + 1]
     return [replace(case, seed=seed) for case in _cases_of(op) if case.level in levels]
 

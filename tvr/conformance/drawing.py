@@ -7,12 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import hypothesis
-from hypothesis.errors import Flaky, Unsatisfiable
+from hypothesis.errors import Flaky
 
 from tvr.conformance.case import Case
 
 #: Shrinking ends after so long, with the smallest failure found till then.
 SHRINK_SECONDS = 20.0
+
+#: Where cases are turned down, more are drawn, up to so many times as many as were asked for.
+_TURNS = 5
+_NEXT_SEED = 1_000_003
 
 
 @dataclass(frozen=True)
@@ -24,57 +28,90 @@ class Failure:
 
 
 def find_failure(
-    strategy: hypothesis.strategies.SearchStrategy[Case],
+    cases: hypothesis.strategies.SearchStrategy[Case],
     examine: Callable[[Case], None],
     *,
+    fits: Callable[[Case], bool] = lambda case: True,
     seed: int,
     max_examples: int,
-) -> tuple[int, Failure | None]:
-    """Return how many cases were examined, and the smallest of them that fails, if any.
+    may_shrink: Callable[[], bool] = lambda: True,
+) -> Failure | None:
+    """Return the smallest case found that fails, if any does.
 
     Args:
-        strategy: draws the cases.
+        cases: what to draw from.
         examine: raises an Exception if a case fails.
+        fits: whether a case is to be examined; the others are turned down.
         seed: equal seeds draw equal cases.
-        max_examples: most cases to draw; shrinking takes more.
+        max_examples: most cases to examine; shrinking takes more.
+        may_shrink: whether more cases can be examined after a failure.
     """
-    failures: dict[Case, Exception] = {}
-    seen: set[Case] = set()
-    began = 0.0
+    search = _Search(examine, fits, may_shrink)
+    for turn in range(_TURNS):
+        wanted = max_examples - search.num_examined
+        if wanted <= 0 or search.failures:
+            break
+        search.run(cases, seed=seed + turn * _NEXT_SEED, max_examples=wanted)
+    if not search.failures:
+        return None
+    smallest = min(search.failures, key=lambda case: (case.size, len(case.text)))
+    return Failure(smallest, search.failures[smallest])
 
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=max_examples,
-        database=None,
-        deadline=None,
-        print_blob=False,  # the case's own text reproduces it
-        report_multiple_bugs=False,
-        suppress_health_check=list(hypothesis.HealthCheck),
-        phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
-    )
-    @hypothesis.given(strategy)
-    def test(case: Case) -> None:
-        nonlocal began
-        if case in failures:  # shrinking comes back to what it knows: once examined is enough
-            raise failures[case]
-        if failures and time.monotonic() - began > SHRINK_SECONDS:
-            return
-        seen.add(case)
+
+class _Search:
+    """What is known so far."""
+
+    def __init__(
+        self,
+        examine: Callable[[Case], None],
+        fits: Callable[[Case], bool],
+        may_shrink: Callable[[], bool],
+    ) -> None:
+        self.failures: dict[Case, Exception] = {}
+        self.num_examined = 0
+        self._examine, self._fits, self._may_shrink = examine, fits, may_shrink
+        self._first_failure = 0.0
+
+    def run(
+        self, cases: hypothesis.strategies.SearchStrategy[Case], *, seed: int, max_examples: int
+    ) -> None:
+        """Draw `max_examples` cases, and shrink the first that fails."""
+
+        @hypothesis.seed(seed)
+        @hypothesis.settings(
+            max_examples=max_examples,
+            database=None,
+            deadline=None,
+            print_blob=False,  # the case's own text reproduces it
+            report_multiple_bugs=False,
+            suppress_health_check=list(hypothesis.HealthCheck),
+            phases=(hypothesis.Phase.generate, hypothesis.Phase.shrink),
+        )
+        @hypothesis.given(cases)
+        def test(case: Case) -> None:
+            self._meet(case)
+
         try:
-            examine(case)
+            test()
+        except Flaky:
+            pass  # a failure came and went, and is kept
         except Exception as error:
-            began = began or time.monotonic()
-            failures[case] = error
+            if error not in self.failures.values():
+                raise
+
+    def _meet(self, case: Case) -> None:
+        if case in self.failures:  # shrinking comes back to what it knows: once is enough
+            raise self.failures[case]
+        if not self._fits(case) or (self.failures and self._is_over()):
+            return
+        self.num_examined += 1
+        try:
+            self._examine(case)
+        except Exception as error:
+            self._first_failure = self._first_failure or time.monotonic()
+            self.failures[case] = error
             raise
 
-    try:
-        test()
-    except (Unsatisfiable, Flaky):
-        pass  # no case can be drawn, so none was seen; or a failure came and went, and is kept
-    except Exception as error:
-        if error not in failures.values():
-            raise
-    if not failures:
-        return len(seen), None
-    smallest = min(failures, key=lambda case: (case.size, len(case.text)))
-    return len(seen), Failure(smallest, failures[smallest])
+    def _is_over(self) -> bool:
+        out_of_time = time.monotonic() - self._first_failure > SHRINK_SECONDS
+        return out_of_time or not self._may_shrink()

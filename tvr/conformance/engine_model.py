@@ -43,7 +43,7 @@ def op_table(backend: Subject) -> OpTable:
     """Return a table that asks `backend` first, and the reference for what it has not."""
     manager = _manager(backend)
     # Loaded and configured already. A broken copy of the reference takes its place.
-    manager.known[backend.info.name] = backend._backend
+    manager.known[backend.info.name] = backend.backend
     return OpTable(manager, backend.device, backend=backend.info.name)
 
 

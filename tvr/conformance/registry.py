@@ -16,8 +16,10 @@ from tvr.conformance import (
     checks_rope,
     checks_stream,
     checks_workspace,
+    engine_checks,
 )
 from tvr.conformance.ledger import Check
+from tvr.conformance.model_spec import ENGINE
 from tvr.contract import OPS
 
 CHECKS: tuple[Check, ...] = (
@@ -34,7 +36,8 @@ CHECKS: tuple[Check, ...] = (
     *checks_plan.CHECKS,
     *checks_graph.CHECKS,
     *checks_stream.CHECKS,
+    *engine_checks.CHECKS,
 )
 
 #: What is checked: each op, and all of them together in a model.
-SUBJECTS = OPS
+SUBJECTS = (*OPS, *ENGINE)

@@ -13,6 +13,7 @@ import torch
 from tvr.conformance.binding import Binding, step_of
 from tvr.conformance.bounds import holding
 from tvr.conformance.ledger import CheckFailed
+from tvr.conformance.model_spec import ModelSpec, why_not_model
 from tvr.contract import (
     BackendInfo,
     BoundOp,
@@ -90,7 +91,8 @@ class Subject:
         device: where to test it.
 
     Attributes:
-        info: what the backend declares.
+        backend: as core loaded it.
+        info: what it declares.
         device: the device as hooks see it.
         torch_device: the device as torch sees it.
         stream: the backend's own, on which its ops are run; None: it takes any.
@@ -102,7 +104,7 @@ class Subject:
 
     def __init__(self, plugin: object, device: DeviceFacts) -> None:
         backend = plugin if isinstance(plugin, Backend) else _load(plugin, device)
-        self._backend = backend
+        self.backend = backend
         self.info: BackendInfo = backend.info
         self.device = device
         self.torch_device = torch.device(str(device))
@@ -122,11 +124,13 @@ class Subject:
 
     def why_not(self, spec: OpSpec) -> list[str]:
         """Return why the backend does not declare `spec`; empty: it does."""
+        if isinstance(spec, ModelSpec):
+            return why_not_model(spec, self.why_not)
         return why_not(self.info, spec, self.device)
 
     def bind(self, spec: OpSpec) -> BoundOp | None:
         """Return what the backend's own hook binds for `spec`."""
-        bound = self._backend.call(f"tvr_bind_{spec.op}", spec=spec, device=self.device)
+        bound = self.backend.call(f"tvr_bind_{spec.op}", spec=spec, device=self.device)
         return None if bound is None else check_bound(spec.op, bound)
 
     def run(self, call: Call) -> object:
@@ -143,6 +147,18 @@ class Subject:
         if self._on_gpu:
             torch.cuda.synchronize(self.torch_device)
         return result
+
+    def answers(self) -> bool:
+        """Return whether the device still works in this process; a CPU always does.
+
+        After some errors of CUDA every later call fails, whoever makes it.
+        """
+        if self._on_gpu:
+            try:
+                torch.cuda.synchronize(self.torch_device)
+            except RuntimeError:
+                return False
+        return True
 
     def with_runner(self, runner: Callable[[Call], object]) -> Subject:
         """Return this backend with another way to run a call: behind a delay, from a graph."""

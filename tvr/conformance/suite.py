@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from tvr.conformance.case import Case, parse_case
 from tvr.conformance.cases import cases
-from tvr.conformance.ledger import FAILED, PASSED, SKIPPED, Check, CheckFailed, CheckResult
-from tvr.conformance.margin import measuring
+from tvr.conformance.judging import judge
+from tvr.conformance.ledger import FAILED, SKIPPED, CheckResult
 from tvr.conformance.registry import CHECKS, SUBJECTS
 from tvr.conformance.selection import Selection, refuse_unknown
 from tvr.conformance.subject import Subject, device_facts
-from tvr.contract import BackendInfo, declared_flags
+from tvr.contract import OPS
 from tvr.errors import ConfigError
 
-#: `CheckResult.case` of drawn cases that passed.
-DRAWN = "drawn"
 #: Check of a failure that is none of a check's: a declared op with nothing run.
 IS_CHECKED = "declared_op_is_checked"
 
@@ -69,18 +65,18 @@ def run_unit(
         ConfigError: a case that was asked for does not exist, or hypothesis is missing.
     """
     (check,) = (check for check in CHECKS if check.name == unit.check)
-    for case in [case for case in _chosen(unit.op, selection) if check.applies(case)][skip:]:
+    named = [case for case in _chosen(unit.op, selection) if check.applies(case)]
+    for case in named[skip:]:
         on_begin(case.handle)
-        yield _judge(backend, check, case, selection.seed)
-    named = sum(check.applies(case) for case in _chosen(unit.op, selection))
-    if selection.examples and skip <= named:
-        yield _draw(backend, check, unit.op, selection, on_begin)
+        yield judge(backend, check, case, selection.seed)
+    if selection.examples and unit.op in OPS and skip <= len(named):
+        yield _judge_drawn()(backend, check, unit.op, selection, named=named, on_begin=on_begin)
 
 
 def missing_checks(
-    info: BackendInfo, results: Iterable[CheckResult], selection: Selection
+    declared: Collection[str], results: Iterable[CheckResult], selection: Selection
 ) -> list[CheckResult]:
-    """Return a failure for each op that is declared, selected and never run on any case."""
+    """Return a failure for each of the `declared` ops that is selected and was run on no case."""
     of_declaration = {check.name for check in CHECKS if check.of_declaration}
     ran = {r.op for r in results if r.outcome != SKIPPED and r.check not in of_declaration}
     if selection.checks is not None or selection.cases is not None:
@@ -95,7 +91,7 @@ def missing_checks(
             seed=selection.seed,
         )
         for op in (SUBJECTS if selection.ops is None else selection.ops)
-        if op in info.ops and op not in ran
+        if op in declared and op not in ran
     ]
 
 
@@ -144,7 +140,7 @@ def check_backend(
         for result in run_unit(backend, unit, selection):
             on_result(result)
             results.append(result)
-    return results + missing_checks(backend.info, results, selection)
+    return results + missing_checks(backend.info.ops, results, selection)
 
 
 def _chosen(op: str, selection: Selection) -> list[Case]:
@@ -154,98 +150,12 @@ def _chosen(op: str, selection: Selection) -> list[Case]:
     return [named[text] if text in named else parse_case(op, text) for text in selection.cases]
 
 
-def _judge(backend: Subject, check: Check, case: Case, seed: int) -> CheckResult:
-    result = CheckResult(
-        check=check.name,
-        op=case.op,
-        case=case.handle,
-        outcome=PASSED,
-        seed=seed,
-        text=case.text,
-    )
-    if reasons := why_skipped(backend, check, case):
-        return replace(result, outcome=SKIPPED, detail="; ".join(reasons))
-    began = time.perf_counter()
-    failure = None
-    with measuring() as margin:
-        try:
-            check.run(backend, case)
-        except (Exception, SystemExit) as error:  # what a backend raises is its failure alone
-            failure = error
-    result = replace(
-        result, error=margin.error, limit=margin.limit, seconds=time.perf_counter() - began
-    )
-    return result if failure is None else replace(result, outcome=FAILED, detail=_says(failure))
-
-
-def _says(error: BaseException) -> str:
-    return (
-        str(error) if isinstance(error, CheckFailed) else f"raised {type(error).__name__}: {error}"
-    )
-
-
-def _draw(
-    backend: Subject, check: Check, op: str, selection: Selection, on_begin: OnBegin
-) -> CheckResult:
-    """Run a check on drawn cases; if one fails, the result is that of the smallest that does."""
+def _judge_drawn() -> Callable[..., CheckResult]:
     try:
-        from tvr.conformance import drawing, strategies
+        from tvr.conformance.drawn import judge_drawn
     except ImportError as e:
         raise ConfigError(
             "conformance: cases are drawn by hypothesis, which is not installed; "
             "pip install 'tvr[conformance]', or ask for max_examples 0"
         ) from e
-    began = time.perf_counter()
-    worst: list[CheckResult] = []
-
-    def fits(case: Case) -> bool:
-        return check.applies(case) and not why_skipped(backend, check, case)
-
-    def examine(case: Case) -> None:
-        on_begin(case.handle)
-        result = _judge(backend, check, case, selection.seed)
-        worst.append(result)
-        if result.failed:
-            raise CheckFailed(result.detail)
-
-    if check.of_declaration:
-        drawn = strategies.any_cases(op, selection.level)
-    else:
-        drawn = strategies.cases(op, backend.info, backend.device, selection.level)
-    num_seen, failure = drawing.find_failure(
-        drawn.filter(fits), examine, seed=selection.seed, max_examples=selection.examples
-    )
-    seconds = time.perf_counter() - began
-    if failure is not None:
-        result = next(r for r in worst if r.case == failure.case.handle)
-        return replace(result, seconds=seconds)
-    if not num_seen:
-        detail = "no case can be drawn that is declared and has what the check needs"
-        return CheckResult(
-            check=check.name, op=op, case=DRAWN, outcome=SKIPPED, detail=detail, seed=selection.seed
-        )
-    nearest = max(worst, key=lambda r: r.share)
-    return CheckResult(
-        check=check.name,
-        op=op,
-        case=DRAWN,
-        outcome=PASSED,
-        detail=f"{num_seen} cases",
-        error=nearest.error,
-        limit=nearest.limit,
-        seconds=seconds,
-        seed=selection.seed,
-    )
-
-
-def why_skipped(backend: Subject, check: Check, case: Case) -> list[str]:
-    """Return why a check is not run on a case: what is not declared, or a missing device."""
-    if check.of_declaration:
-        return []
-    reasons = backend.why_not(case.spec)
-    if not reasons and check.also is not None:
-        reasons = backend.why_not(check.also(case))
-    flags = declared_flags(backend.info, case.spec, backend.device)
-    if not reasons and check.flag is not None and check.flag not in flags:
-        return [f"is not declared {check.flag}"]
-    return reasons or check.needs(backend, case)
+    return judge_drawn

@@ -15,8 +15,6 @@ from dataclasses import asdict
 from queue import SimpleQueue
 from typing import Any, TextIO
 
-import torch
-
 from tvr.conformance.suite import Unit, run_unit
 from tvr.conformance.task import Task
 from tvr.errors import TvrError
@@ -62,24 +60,13 @@ def _serve(received: SimpleQueue[dict[str, Any]], parent: _Teller) -> None:
             skip=asked["skip"],
             on_begin=lambda case: parent.tell(begin=case),
         ):
-            is_lost = result.failed and not device_answers(subject.torch_device)
+            is_lost = result.failed and not subject.answers()
             parent.tell(result=asdict(result))
             if is_lost:
                 # After such an error every later call of this process fails too.
                 parent.tell(lost=True)
                 return
         parent.tell(done=True)
-
-
-def device_answers(device: torch.device) -> bool:
-    """Return whether a CUDA device still works in this process; a CPU always does."""
-    if device.type != "cuda":
-        return True
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError:
-        return False
-    return True
 
 
 class _Teller:
