@@ -78,7 +78,7 @@ def test_a_case_is_asked_for_by_its_name_or_by_its_text():
     text = "dtype=float32 hidden_size=64 num_tokens=2 seed=5"
     results = check_backend(plugin, ops=["rms_norm"], cases=["rms_norm-5x64-float16", text])
     assert {r.case for r in results} == {"rms_norm-5x64-float16", text}
-    assert {r.outcome for r in results} == {"passed"}
+    assert {r.outcome for r in results} == {"passed", "skipped"}
 
 
 def test_a_case_needs_the_op_it_belongs_to():

@@ -121,8 +121,8 @@ def test_no_examples_are_drawn_if_none_are_wanted():
 
 
 def test_without_hypothesis_one_line_says_what_to_do(monkeypatch):
-    monkeypatch.delattr("tvr.conformance.drawing")
-    monkeypatch.setitem(sys.modules, "tvr.conformance.drawing", None)
+    monkeypatch.delattr("tvr.conformance.drawn")
+    monkeypatch.setitem(sys.modules, "tvr.conformance.drawn", None)
     with pytest.raises(ConfigError, match=r"pip install 'tvr\[conformance\]', or ask for max_exam"):
         check_backend(plugin, ops=["silu_mul"])
     results = check_backend(plugin, ops=["silu_mul"], max_examples=0)
@@ -170,12 +170,13 @@ def test_cases_that_do_not_fit_are_replaced_by_others_for_a_while():
         return case.num_tokens % 2 == 0
 
     drawing.find_failure(_cases(), fitting.append, fits=is_even, seed=0, max_examples=20)
-    assert len(fitting) == 20
+    assert 15 < len(fitting) <= 20
+    fitting.clear()
     asked.clear()
     drawing.find_failure(
         _cases(), fitting.append, fits=lambda case: asked.append(case), seed=0, max_examples=20
     )
-    assert len(fitting) == 20
+    assert not fitting
     assert len(asked) <= 100
 
 
