@@ -61,6 +61,8 @@ def allowed(importer: str, name: str) -> bool:
     if under(importer, "tvr.backends"):
         own = ".".join(importer.split(".")[:3])
         return under(name, *CONTRACT, own)
+    if under(importer, "tvr.scaffold"):
+        return under(name, *CONTRACT, "tvr.scaffold")
     if under(importer, "tvr.conformance"):
         shared = (*CONTRACT, "tvr.conformance", "tvr.core.plugins", "tvr.core.ops")
         engine = importer.startswith("tvr.conformance.engine_") and under(name, "tvr.core")
