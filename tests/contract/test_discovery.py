@@ -272,6 +272,24 @@ def test_a_disabled_plugin_is_not_even_imported(site):
         manager.require("fast")
 
 
+def test_strict_is_content_with_broken_plugins_that_are_disabled(site):
+    install(site, "dist", entry_points={"bad": "mod"}, sources={"mod.py": "1 / 0"})
+    install(site, "old", entry_points={"old": "old_mod"}, group="tvr.backends.v0")
+    with pytest.raises(
+        PluginError, match=r"refuses 2 broken plugin.*bad \(dist 1.0\).*old \(old 1.0\)"
+    ):
+        manager_of(site=site).refuse_broken()
+    manager_of(config=config_of(disabled=("bad", "old")), site=site).refuse_broken()
+
+
+def test_strict_is_content_with_a_plugin_that_cannot_run_here(site):
+    source = GOOD.format(name="fast") + "@hookimpl\ndef tvr_probe(device): return ['no driver']\n"
+    install(site, "dist", entry_points={"fast": "mod"}, sources={"mod.py": source})
+    manager = manager_of(config=config_of("fast"), site=site)
+    assert manager.known["fast"].status == "unavailable"
+    manager.refuse_broken()
+
+
 @pytest.mark.parametrize(
     ("config", "key"),
     [

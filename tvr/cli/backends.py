@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,6 +36,9 @@ def backends(
     plugins: Annotated[
         str | None, typer.Option(metavar="FILE", help="A plugins.toml to use.")
     ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse broken plugins; explain what runs strictly.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """List the installed backends and whether they can run here."""
@@ -41,12 +46,13 @@ def backends(
     from tvr.core.loader import device_facts, load_backends
     from tvr.core.plugin_config import find_config
 
-    config = EngineConfig(backend=backend, dtype=dtype, device=device)
+    config = EngineConfig(backend=backend, strict=strict, dtype=dtype, device=device)
     facts = device_facts(config.device)
-    manager, table = load_backends(config, facts, find_config(plugins, os.environ))
-    data = manager.explain(table.backend)
-    if explain:
-        data["ops"] = table.explain_ops(_specs(model, config, facts.type))
+    with redirect_stdout(sys.stderr):  # what a plugin prints is no JSON
+        manager, table = load_backends(config, facts, find_config(plugins, os.environ))
+        data = manager.explain(table.backend)
+        if explain:
+            data["ops"] = table.explain_ops(_specs(model, config, facts.type))
     if as_json:
         typer.echo(json.dumps(data, indent=2))
         return

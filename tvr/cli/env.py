@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -90,7 +91,8 @@ def _backends() -> dict[str, Any]:
 
     try:
         config = PluginConfig.load(find_config(None, os.environ))
-        manager = BackendManager(config, device=device_facts("auto"))
+        with redirect_stdout(sys.stderr):  # what a plugin prints is no JSON
+            manager = BackendManager(config, device=device_facts("auto"))
     except TvrError as error:
         return {"backends": without_paths(f"cannot be listed: {error}")}
     rows = {}

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict
 
@@ -55,7 +56,10 @@ LoadFormat = Annotated[
 ]
 Plugins = Annotated[str | None, typer.Option(metavar="FILE", help="A plugins.toml to use.")]
 Strict = Annotated[
-    bool, typer.Option("--strict", help="Refuse ops served by another than --backend.")
+    bool,
+    typer.Option(
+        "--strict", help="Refuse ops served by another than --backend, and broken plugins."
+    ),
 ]
 Stats = Annotated[bool, typer.Option("--stats", help="Print times, KV use and who served each op.")]
 Shadow = Annotated[
@@ -135,7 +139,8 @@ def open_llm(
     path = model_path(model)
     if needs_tokenizer:
         open_checkpoint(path, load_format).require_tokenizer()
-    with loading_bar() as progress:
+    # A plugin that prints when it is imported must not print into the answer.
+    with redirect_stdout(sys.stderr), loading_bar() as progress:
         llm = LLM(
             path,
             backend=backend,

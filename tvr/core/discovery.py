@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import Distribution, EntryPoint, distributions
+
+from tvr.core.plugin_checks import describe
+from tvr.errors import PluginLoadError
 
 _GROUP = re.compile(r"tvr\.backends\.v(\d+)")
 
@@ -23,6 +27,24 @@ class Candidate:
     def name(self) -> str:
         """Name of the backend: that of the entry point."""
         return self.entry_point.name
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether it comes with tvr."""
+        return self.entry_point.value.startswith("tvr.backends.")
+
+    def load(self) -> object:
+        """Import what the entry point names; whatever that raises, it raises.
+
+        Raises:
+            PluginLoadError: it names nothing that could be imported.
+        """
+        if EntryPoint.pattern.match(self.entry_point.value) is None:
+            raise PluginLoadError(
+                f"the entry point names {self.entry_point.value!r}; it must be 'module' or "
+                "'module:attribute'"
+            )
+        return self.entry_point.load()
 
     def __str__(self) -> str:
         return f"{self.distribution} {self.version} ({self.entry_point.value})"
@@ -51,7 +73,10 @@ def discover(installed: Iterable[Distribution] | None = None) -> Discovery:
             name, version = dist.metadata["Name"] or "unknown", dist.version or "unknown"
         except Exception as e:  # a damaged distribution must not take the others with it
             if entry_points != []:  # one that has no backend is none of our business
-                found.notes.append(f"{dist.locate_file('')}: unreadable metadata: {e!r}")
+                where = os.path.realpath(str(getattr(dist, "_path", None) or dist.locate_file("")))
+                note = f"{where}: unreadable metadata: {describe(e)}"
+                if note not in found.notes:  # seen twice if its folder is on the path twice
+                    found.notes.append(note)
             continue
         # A first copy without backends shadows the backends of a second too.
         normalized = re.sub(r"[-_.]+", "-", name).lower()

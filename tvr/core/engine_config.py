@@ -29,7 +29,8 @@ class EngineConfig:
 
     Attributes:
         backend: backend put first, or "auto" for the configured order.
-        strict: refuse to serve an op from any other backend than `backend`.
+        strict: refuse to serve an op from any other backend than `backend`, and to start beside
+            an installed plugin that is broken.
         dtype: activation and weight dtype; "auto": the checkpoint's, float32 on CPU.
         device: "auto", "cpu", "cuda" or "cuda:N".
         max_model_len: most tokens of one sequence, prompt and output together.

@@ -101,7 +101,7 @@ def load_backends(
     """Return the backends for `plugins` (see `LLM`), and a table with `config.backend` first.
 
     Raises:
-        PluginError: the plug-in configuration is at fault.
+        PluginError: the plug-in configuration is at fault or, if strict, an installed plugin.
         BackendUnavailable: `config.backend` cannot run here.
     """
     named: str | None = None
@@ -117,6 +117,8 @@ def load_backends(
         )
     path = find_config(named, {})
     manager = BackendManager(PluginConfig.load(path), plugins=given, device=device)
+    if config.strict:
+        manager.refuse_broken()
     table = OpTable(
         manager, device, strict=config.strict, backend=config.backend, watcher=config.shadow
     )

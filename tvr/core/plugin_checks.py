@@ -8,14 +8,14 @@ when the plugin is loaded, with the name of the hook.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pluggy import PluginManager
 
 from tvr import hookspecs
-from tvr.contract import ABI_MAJOR, ABI_MINOR, OPS, SPECS, BackendInfo
+from tvr.contract import ABI_MAJOR, ABI_MINOR, OPS, SPECS, BackendInfo, Box
 from tvr.errors import AbiMismatch, PluginLoadError, TvrError
 
 BIND = "tvr_bind_"
@@ -95,6 +95,8 @@ def check_plugin(loaded: object, pm: PluginManager) -> Plugin:
             continue
         if BIND + op not in hooks:
             raise PluginLoadError(f"declares op {op} but does not implement {BIND}{op}")
+        for box in boxes:
+            _check_box(op, box)
         spec_fields = {f.name for f in fields(SPECS[op])}
         for name in sorted(frozenset().union(*(box.fields for box in boxes)) - spec_fields):
             unknown(f"{op} field {name}")
@@ -117,7 +119,12 @@ def _instance(loaded: object) -> object:
             f"is the class {loaded.__name__}, which cannot be made without arguments ({e}); "
             "point the entry point at an instance or a module"
         ) from e
-    return loaded()
+    try:
+        return loaded()
+    except (Exception, SystemExit) as e:
+        raise PluginLoadError(
+            f"is the class {loaded.__name__}, and making an instance of it raised {describe(e)}"
+        ) from e
 
 
 def _marked(
@@ -158,12 +165,27 @@ def _info(marked: dict[str, tuple[Callable[..., Any], dict[str, Any]]]) -> Backe
     return info
 
 
+def _check_box(op: str, box: Box) -> None:
+    """Refuse what would raise later, when a spec is held against the box."""
+    for f in fields(box):
+        value = getattr(box, f.name)
+        if f.name in ("min_sm", "max_rows"):
+            right, wanted = type(value) is int, "a whole number"
+        else:
+            right, wanted = isinstance(value, Collection), "a list of values"
+        if not right and (value is not None or f.name == "fields"):
+            raise PluginLoadError(f"{op}: {f.name} of a Box is {value!r}; it must be {wanted}")
+
+
 def _check_signature(hook: str, function: Callable[..., Any], opts: dict[str, Any]) -> None:
     if opts.get("hookwrapper") or opts.get("wrapper"):
         raise PluginLoadError(f"{hook} is a hook wrapper; a backend answers for itself only")
     wanted = HOOKS[hook]
     call = f"{hook}({', '.join(wanted)})"
-    params = inspect.signature(function).parameters.values()
+    try:
+        params = inspect.signature(function).parameters.values()
+    except ValueError as e:  # a method without any parameter
+        raise PluginLoadError(f"{hook} is a method that does not take self") from e
     for param in params:
         if param.default is not param.empty:
             # pluggy 1.6 never passes such an argument, it would always have its default.

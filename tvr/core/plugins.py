@@ -95,15 +95,32 @@ class BackendManager:
         """
         backend = self.known.get(name)
         if backend is None:
-            raise BackendUnavailable(
-                f"backend {name!r} is not known; known: {', '.join(sorted(self.known))}"
-            )
+            known = ", ".join(sorted(self.known))
+            notes = "".join(f"; {note}" for note in self.notes)
+            raise BackendUnavailable(f"backend {name!r} is not known; known: {known}{notes}")
         reasons = backend.why_not_used()
         if reasons:
             raise BackendUnavailable(
                 f"backend {name!r} cannot be used: {'; '.join(reasons)}; see `tvr backends`"
             ) from backend.error
         return backend
+
+    def refuse_broken(self) -> None:
+        """Refuse to go on beside an installed plugin that is broken.
+
+        Raises:
+            PluginError: names each, and what is wrong with it.
+        """
+        broken = [
+            f"{b.name} ({b.distribution} {b.version}) {'; '.join(b.reasons)}"
+            for b in self.known.values()
+            if b.status == FAILED
+        ] + self.notes
+        if broken:
+            raise PluginError(
+                f"strict refuses {len(broken)} broken plugin(s): {'. '.join(broken)}. Mend or "
+                "uninstall each, or list it under `disabled` in plugins.toml"
+            )
 
     def explain(self, first: str | None = None) -> dict[str, Any]:
         """Return every known backend, the ranked ones first, as JSON-able data.
@@ -144,6 +161,7 @@ class BackendManager:
         for candidate in candidates:
             by_name.setdefault(candidate.name, []).append(candidate)
         for name, same in by_name.items():
+            same = self._without_impostors(name, same)
             backend = self.known[name] = Backend(
                 name=name,
                 status=OK,
@@ -152,12 +170,24 @@ class BackendManager:
             )
             if name in self.config.disabled:
                 backend.status = DISABLED
-                backend.reasons = [f"is disabled in {self.config.source}"]
+                backend.reasons = [self._is_disabled()]
             elif len(same) > 1:
                 owners = " and ".join(map(str, same))
                 backend.fail(PluginLoadError(f"two plugins are named {name!r}: {owners}"))
             else:
-                self._load(backend, same[0].entry_point.load)
+                self._load(backend, same[0].load)
+
+    def _without_impostors(self, name: str, same: list[Candidate]) -> list[Candidate]:
+        """Leave out, with a note, what has a built-in's name: tvr must not lose its reference."""
+        built_in = [c for c in same if c.is_built_in]
+        if len(built_in) != 1:
+            return same
+        self.notes += [
+            f"{c} is not loaded: {name!r} is a backend of tvr itself; it needs another name"
+            for c in same
+            if not c.is_built_in
+        ]
+        return built_in
 
     def _load(self, backend: Backend, load: Callable[[], object]) -> None:
         """Load, check and register one installed plugin; whatever it raises stays with it."""
@@ -169,7 +199,9 @@ class BackendManager:
                     f"{backend.name!r}; they must agree"
                 )
             self._register(plugin)
-        except (Exception, SystemExit) as e:
+        except KeyboardInterrupt:
+            raise  # the user's, for all one can tell
+        except BaseException as e:  # SystemExit, and what test frameworks derive from it
             backend.fail(e)
         else:
             backend.plugin, backend.notes = plugin, plugin.notes
@@ -183,12 +215,14 @@ class BackendManager:
             plugin = check_plugin(obj, self._pm)
             name = plugin.info.name
             if name in self.config.disabled:
-                raise PluginLoadError(f"{name!r} is disabled in {self.config.source}")
+                raise PluginLoadError(f"{name!r} {self._is_disabled()}")
             if name in self.known:
                 other = self.known[name].distribution or "another object"
                 raise PluginLoadError(f"two plugins are named {name!r}: {other} and this one")
             self._register(plugin)
-        except (Exception, SystemExit) as e:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:
             error = type(e) if isinstance(e, PluginError) else PluginLoadError
             label = getattr(obj, "__name__", type(obj).__name__)
             raise error(f"the given plugin {label!r}: {describe(e)}") from e
@@ -205,6 +239,9 @@ class BackendManager:
                 self._pm.unregister(name=name)
             raise
 
+    def _is_disabled(self) -> str:
+        return f"is disabled in {self.config.source}"
+
     def _note_other_majors(self, candidates: list[Candidate]) -> None:
         """Note plugins of another ABI major: seen by their entry-point group, never imported."""
         for candidate in candidates:
@@ -215,13 +252,14 @@ class BackendManager:
             if candidate.name in self.known:  # a package may ship one entry point per major
                 self.known[candidate.name].notes.append(str(error))
                 continue
+            disabled = candidate.name in self.config.disabled
             self.known[candidate.name] = Backend(
                 name=candidate.name,
-                status=FAILED,
+                status=DISABLED if disabled else FAILED,
                 distribution=candidate.distribution,
                 version=candidate.version,
-                reasons=[str(error)],
-                error=error,
+                reasons=[self._is_disabled()] if disabled else [str(error)],
+                error=None if disabled else error,
             )
 
     def _note_not_installed(self) -> None:
@@ -245,7 +283,9 @@ class BackendManager:
             return
         try:
             reasons = backend.call("tvr_probe", device=self.device)
-        except (Exception, SystemExit) as e:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as e:
             backend.error = e
             reasons = [f"tvr_probe raised {describe(e)}"]
         if reasons is None:  # it has no probe, so nothing speaks against it
