@@ -93,7 +93,12 @@ _HEADS_BY_TURNS = {
 _BLOCK_SIZES = {"quick": [1, 8, 16, 32, 64, 128, 256]}
 # Decode: kv_lens. One key, block edges and what tiles and splits may end at, empty rows.
 _DECODES: dict[str, dict[str, tuple[int, ...]]] = {
-    "smoke": {"edges": (1, 15, 16, 17, 130), "empty": (0, 7, 0, 16), "twins": (1, 1)},
+    "smoke": {
+        "edges": (1, 15, 16, 17, 130),
+        "empty": (0, 7, 0, 16),
+        "even": (16, 0, 15, 17, 16),
+        "twins": (1, 1),
+    },
     "quick": {
         "ragged": (513, 2, 255, 1025),
         "splits": tuple(2**i + step for i in range(6, 11) for step in (-1, 0, 1)),
@@ -227,6 +232,7 @@ def _attention_cases() -> Iterator[Case]:
         for detail, values in fields.items():
             shape = _shape(dtype, 6, 2, 64, 16) | values
             yield _decode(shape, detail, level, (33, 0, 16, 5, 6, 10))
+            yield _decode(shape, f"{detail}-even", level, (33, 40, 36, 10))
             prefill = AttentionPrefillSpec(**shape)
             q_lens, kv_lens = (3, 5, 2, 9, 10), (33, 2, 0, 9, 10)
             yield _case(prefill, detail, level=level, q_lens=q_lens, kv_lens=kv_lens)
