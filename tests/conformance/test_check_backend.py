@@ -46,7 +46,8 @@ MISSING = re.compile(
 def test_the_reference_keeps_every_claim_with_any_seed(op, seed):
     results = check_backend(plugin, ops=[op], seed=seed)
     assert not any(r.failed for r in results), format_results(results)
-    skips = {r.detail for r in results if r.outcome == "skipped"}
+    # Nothing is drawn for claims that need what few cases have: a huge pool, a long context.
+    skips = {r.detail for r in results if r.outcome == "skipped" and r.case != "drawn"}
     assert all(map(MISSING.fullmatch, skips)), f"the reference declares everything: {skips}"
 
 
@@ -100,6 +101,8 @@ def test_an_undeclared_case_is_skipped_with_the_reason():
         "dtype float32 is not among bfloat16",
         "dtype float16 is not among bfloat16",
         "is not declared batch_invariant",
+        "dtype float32 is not among bfloat16; is not declared batch_invariant",
+        "dtype float16 is not among bfloat16; is not declared batch_invariant",
     }
 
 

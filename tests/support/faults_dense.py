@@ -48,6 +48,12 @@ def accumulates_in_the_activation_dtype(right, spec, a):
     return a["out"].copy_(total if bias is None else total + bias)
 
 
+def adds_the_bias_to_the_rounded_product(right, spec, a):
+    weight, bias = a["packed"]
+    out = right(packed=(weight, None))
+    return out if bias is None else out.add_(bias[: out.shape[1]])
+
+
 FAULTS = [
     Fault("product_matches_oracle", "linear", drops_the_bias),
     Fault("gate_comes_first", "silu_mul", swaps_gate_and_up),
@@ -57,4 +63,5 @@ FAULTS = [
     Fault("lowest_id_wins_ties", "argmax", takes_the_last_of_equals),
     Fault("nan_row_gives_minus_one", "argmax", takes_nan_for_the_largest),
     Fault("product_matches_oracle", "linear", accumulates_in_the_activation_dtype),
+    Fault("bias_is_added_before_rounding", "linear", adds_the_bias_to_the_rounded_product),
 ]

@@ -62,6 +62,12 @@ def normalises_over_the_second_dim(right, spec, a):
     return a["out"].copy_(normed.to(a["x"].dtype) * a["weight"])
 
 
+def means_over_one_less_if_batch_invariant(right, spec, a):
+    out = right()
+    n = spec.hidden_size
+    return out.mul_(((n - 1) / n) ** 0.5) if spec.batch_invariant else out
+
+
 FAULTS = [
     Fault("norm_rounds_where_declared", "rms_norm", casts_after_the_weight),
     Fault("norm_rounds_where_declared", "rms_norm", nudges_one_element_by_one_ulp),
@@ -72,4 +78,5 @@ FAULTS = [
     Fault("residual_may_be_updated_in_place", "add_rms_norm", reads_the_residual_twice),
     Fault("zero_row_gives_zeros", "rms_norm", leaves_out_eps),
     Fault("leading_dims_are_free", "rms_norm", normalises_over_the_second_dim),
+    Fault("norm_rounds_where_declared", "rms_norm", means_over_one_less_if_batch_invariant),
 ]

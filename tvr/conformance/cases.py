@@ -101,7 +101,7 @@ _DECODES: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "quick": {
         "ragged": (513, 2, 255, 1025),
-        "splits": tuple(2**i + step for i in range(6, 11) for step in (-1, 0, 1)),
+        "tile-edges": tuple(2**i + step for i in range(6, 11) for step in (-1, 0, 1)),
         "batch-64": tuple(1 + 7 * s % 130 for s in range(64)),
     },
     "full": {
@@ -155,7 +155,9 @@ _KV_DTYPES = ("float16", "bfloat16")  # of a cache below fp32
 @cache  # asked for at every check, and always the same
 def _cases_of(op: str) -> tuple[Case, ...]:
     """Return all named cases of `op`."""
-    every = itertools.chain(_row_cases(), _token_cases(), _attention_cases())
+    every = itertools.chain(
+        _row_cases(), _token_cases(), _attention_cases(), _batch_invariant_cases()
+    )
     return tuple(case for case in every if case.op == op)
 
 
@@ -239,6 +241,29 @@ def _attention_cases() -> Iterator[Case]:
     for dtype, (detail, (q_len, kv_len)) in itertools.product(DTYPES, _CONTEXTS.items()):
         shape = _shape(dtype, 2, 1, 64, 16)
         yield from _both(shape, detail, "full", (q_len,), (kv_len,))
+
+
+def _batch_invariant_cases() -> Iterator[Case]:
+    """Ops bound as batch_invariant, often other code, are as right as they are otherwise."""
+    for dtype in DTYPES:
+        own: dict[str, Any] = {"dtype": dtype, "batch_invariant": True}
+        paged: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 64, "block_size": 16}
+        specs: list[OpSpec] = [
+            RmsNormSpec(**own, hidden_size=584),
+            AddRmsNormSpec(**own, hidden_size=584),
+            RopeSpec(**own, num_heads=6, num_kv_heads=2, head_dim=64),
+            KvWriteSpec(**own, **paged),
+            RopeKvWriteSpec(**own, num_heads=6, **paged),
+            SiluMulSpec(**own, intermediate_size=72),
+            LinearSpec(**own, in_features=72, out_features=40, bias=True),
+            ArgmaxSpec(**own, vocab_size=1000),
+        ]
+        for spec in specs:
+            yield _case(spec, "invariant", num_tokens=19)
+        shape = _shape(dtype, 6, 2, 64, 16) | {"batch_invariant": True}
+        yield _decode(shape, "invariant", "smoke", (33, 0, 40, 36))
+        prefill = AttentionPrefillSpec(**shape)
+        yield _case(prefill, "invariant", q_lens=(3, 17, 5), kv_lens=(33, 17, 2))
 
 
 def _both(

@@ -12,6 +12,7 @@ from tvr.conformance.inputs import make_call
 from tvr.conformance.judge import same_bits, small_frobenius, within, within_ulps
 from tvr.conformance.ledger import Check
 from tvr.conformance.subject import Call
+from tvr.contract import LinearSpec
 
 if TYPE_CHECKING:
     from tvr.conformance.case import Case
@@ -31,6 +32,17 @@ def check_strided_rows_are_multiplied_right(backend: Subject, case: Case) -> Non
     call = call.replace(x=in_wider_rows(call["x"]))
     backend.run(call)
     _judge_linear(call)
+
+
+def check_bias_is_added_before_rounding(backend: Subject, case: Case) -> None:
+    """A product that the dtype cannot hold loses its last bit after the bias, not before."""
+    call = make_call(case, backend.torch_device)
+    step_of_two = 2 / tolerance.EPS[case.spec.dtype]  # from here on odd numbers are rounded
+    call["x"].zero_()[:, :2] = 1.0
+    call["weight"].zero_()[:, :2] = torch.tensor([step_of_two, 1.0])
+    call["bias"].fill_(-step_of_two)
+    backend.run(call)
+    within("out", call["out"], torch.ones(call["out"].shape).double(), 0.0, "must be 1")
 
 
 def check_gate_comes_first(backend: Subject, case: Case) -> None:
@@ -104,9 +116,16 @@ def _judge_argmax(call: Call) -> None:
     same_bits("out", call["out"], wanted)
 
 
+def _has_bias_to_round(case: Case) -> bool:
+    spec = case.spec
+    assert isinstance(spec, LinearSpec)
+    return spec.bias and spec.dtype != "float32" and spec.in_features > 1
+
+
 CHECKS = (
     Check(run=check_product_matches_oracle, ops=("linear",)),
     Check(run=check_strided_rows_are_multiplied_right, ops=("linear",)),
+    Check(run=check_bias_is_added_before_rounding, ops=("linear",), applies=_has_bias_to_round),
     Check(run=check_gate_comes_first, ops=("silu_mul",)),
     Check(run=check_large_gates_do_not_overflow, ops=("silu_mul",)),
     Check(run=check_largest_logit_wins, ops=("argmax",)),
