@@ -12,6 +12,7 @@ else:
     import tomli as tomllib
 
 SAMPLES = Path(__file__).parents[1] / "plugins"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def install(
@@ -48,7 +49,15 @@ def install(
 
 def install_sample(site: Path, package: str) -> Path:
     """Install one of the packages under tests/plugins (`tvr_only_rope`, ...) into `site`."""
-    root = SAMPLES / package
+    return _install_from(site, SAMPLES / package, package)
+
+
+def install_example(site: Path, package: str) -> Path:
+    """Install one of the packages under examples (`tvr_sdpa`, ...) into `site`."""
+    return _install_from(site, EXAMPLES / package.replace("_", "-"), package)
+
+
+def _install_from(site: Path, root: Path, package: str) -> Path:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     sources = {str(p.relative_to(root)): p.read_text() for p in root.glob(f"{package}/**/*.py")}
     return install(
