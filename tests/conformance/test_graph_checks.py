@@ -63,7 +63,11 @@ def _details(name, device):
     "name", ["launches_where_no_capture_sees_it", "runs_once_for_the_same_addresses"]
 )
 def test_an_empty_graph_is_called_by_its_name(name, device):
-    assert all("writes no output" in detail for detail in _details(name, device))
+    details = _details(name, device)
+    # CUDA itself may notice that a capture would have to wait for another stream.
+    known = ["writes no output", *(["cannot be captured"] if device == "cuda" else [])]
+    assert details
+    assert all(any(text in detail for text in known) for detail in details), details
 
 
 @pytest.mark.parametrize("name", ["asks_the_device_for_the_longest", "plans_in_its_run"])
