@@ -16,7 +16,7 @@ import torch
 from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 
 from tvr.contract import AttentionSpec, BoundOp, Bounds, DeviceFacts
-from tvr_flashinfer.kernels import attention_kernel
+from tvr_flashinfer.kernels import require_attention_kernel
 from tvr_flashinfer.pages import Pages, pages_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class _Attention(ABC):
         self._wrapper: Any = None
         self._pages: Pages | None = None
         self._planned: torch.cuda.Event | None = None
-        attention_kernel(spec.dtype, spec.head_dim).build_and_load()
+        require_attention_kernel(spec.dtype, spec.head_dim)
 
     @abstractmethod
     def bound(self) -> BoundOp:

@@ -11,6 +11,7 @@ module, the FA2 kernel for prefill, of which there is one for each dtype and hea
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,12 @@ def attention_kernel(dtype: str, head_dim: int) -> JitSpec:
         False,  # a soft cap
         False,  # sums of q k^T in fp16
     )
+
+
+@functools.cache  # each load asks ninja anew whether all is compiled
+def require_attention_kernel(dtype: str, head_dim: int) -> None:
+    """Compile the module if need be, and load it, once a process."""
+    attention_kernel(dtype, head_dim).build_and_load()
 
 
 def main() -> None:
