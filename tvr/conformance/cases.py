@@ -73,10 +73,6 @@ _KV_WRITES = {
 # (query heads, KV heads, head_dim, block_size)
 _HEADS = {
     "smoke": [(9, 3, 64, 16), (4, 4, 64, 16)],
-    "quick": [
-        *((h, kvh, 128, 16) for h, kvh in ((8, 8), (8, 4), (24, 8), (32, 8), (20, 4), (24, 4))),
-        *((h, kvh, 128, 16) for h, kvh in ((28, 4), (64, 8), (64, 4), (71, 1), (32, 32))),
-    ],
     "full": [
         (2 * group, 2, head_dim, block_size)
         for group in (1, 3, 8, 16)
@@ -84,13 +80,17 @@ _HEADS = {
         for block_size in (32, 64, 128, 256)
     ],
 }
-# The same, in one dtype each, by turns.
+# The same, by turns: each in one dtype at its level, and in the others at "full".
 _HEADS_BY_TURNS = {
     "smoke": [(6, 1, 128, 16), (4, 2, 96, 32), (2, 1, 80, 16), (2, 1, 256, 16)],
-    "quick": [(2 * group, 2, 64, 16) for group in range(1, 17)],
+    "quick": [
+        *((h, kvh, 128, 16) for h, kvh in ((8, 8), (8, 4), (24, 8), (32, 8), (20, 4), (24, 4))),
+        *((h, kvh, 128, 16) for h, kvh in ((28, 4), (64, 8), (64, 4), (71, 1), (32, 32))),
+        *((2 * group, 2, 64, 16) for group in range(1, 17)),
+    ],
 }
-# Block sizes tried at every edge of their blocks; 1 and 8 are for whoever declares them.
-_BLOCK_SIZES = {"quick": [1, 8, 16, 32, 64, 128, 256]}
+# Block sizes tried at every edge of their blocks, by turns; 1 and 8 are for whoever declares them.
+_BLOCK_SIZES = [16, 32, 64, 128, 256, 1, 8]
 # Decode: kv_lens. One key, block edges and what tiles and splits may end at, empty rows.
 _DECODES: dict[str, dict[str, tuple[int, ...]]] = {
     "smoke": {
@@ -123,9 +123,9 @@ _PREFILLS: dict[str, dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
         "in-16s": ((16, 16, 8), (16, 32, 40)),
         "single": ((1, 1, 1, 1), (20, 20, 20, 1)),
         "ragged": ((130, 3, 300), (130, 515, 300)),
-        "batch-64": (tuple(s % 4 for s in range(64)), tuple(5 * s % 67 for s in range(64))),
     },
     "full": {
+        "batch-64": (tuple(s % 4 for s in range(64)), tuple(5 * s % 67 for s in range(64))),
         "long": ((129, 1025, 3, 2), (4096, 1025, 15, 4090)),
         "prompt-2048": ((2048,), (2048,)),
     },
@@ -208,16 +208,10 @@ def _token_cases() -> Iterator[Case]:
 
 def _attention_cases() -> Iterator[Case]:
     for dtype, level in itertools.product(DTYPES, LEVELS):
-        turn = DTYPES.index(dtype)
-        by_turns = _HEADS_BY_TURNS.get(level, [])[turn :: len(DTYPES)]
-        for heads, kv_heads, dim, block_size in [*_HEADS[level], *by_turns]:
-            detail = f"{heads}-{kv_heads}x{dim}-block{block_size}"
-            shape = _shape(dtype, heads, kv_heads, dim, block_size)
-            yield from _both(shape, detail, level, (3, 17), (33, 17))
-        for size in _BLOCK_SIZES.get(level, ()):
-            shape = _shape(dtype, 4, 2, 64, size)
-            edges = (size - 1, size, size + 1, 2 * size, 2 * size + 1)
-            yield from _both(shape, f"edges-of-{size}", level, (1, size, 2, 3, size + 1), edges)
+        for geometry in _HEADS.get(level, ()):
+            yield from _geometry_cases(dtype, level, *geometry)
+        for i, geometry in enumerate(_HEADS_BY_TURNS.get(level, ())):
+            yield from _geometry_cases(dtype, _by_turns(i, dtype, level), *geometry)
         shape = _shape(dtype, 9, 3, 64, 16)
         for detail, kv_lens in _DECODES[level].items():
             yield _decode(shape, detail, level, kv_lens)
@@ -238,9 +232,27 @@ def _attention_cases() -> Iterator[Case]:
             prefill = AttentionPrefillSpec(**shape)
             q_lens, kv_lens = (3, 5, 2, 9, 10), (33, 2, 0, 9, 10)
             yield _case(prefill, detail, level=level, q_lens=q_lens, kv_lens=kv_lens)
+    for dtype, (i, size) in itertools.product(DTYPES, enumerate(_BLOCK_SIZES)):
+        edges = (size - 1, size, size + 1, 2 * size, 2 * size + 1)
+        shape, q_lens = _shape(dtype, 4, 2, 64, size), (1, size, 2, 3, size + 1)
+        level = _by_turns(i, dtype, "quick")
+        yield from _both(shape, f"edges-of-{size}", level, q_lens, edges)
     for dtype, (detail, (q_len, kv_len)) in itertools.product(DTYPES, _CONTEXTS.items()):
         shape = _shape(dtype, 2, 1, 64, 16)
         yield from _both(shape, detail, "full", (q_len,), (kv_len,))
+
+
+def _by_turns(i: int, dtype: str, level: str) -> str:
+    """Return the level of option i in `dtype`: its own where it is the dtype's turn."""
+    return level if DTYPES.index(dtype) == i % len(DTYPES) else "full"
+
+
+def _geometry_cases(
+    dtype: str, level: str, heads: int, kv_heads: int, head_dim: int, block_size: int
+) -> Iterator[Case]:
+    shape = _shape(dtype, heads, kv_heads, head_dim, block_size)
+    detail = f"{heads}-{kv_heads}x{head_dim}-block{block_size}"
+    yield from _both(shape, detail, level, (3, 17), (33, 17))
 
 
 def _batch_invariant_cases() -> Iterator[Case]:
