@@ -52,7 +52,7 @@ class Wrapper:
         self.indices = indices.split(pages.tolist())
         self.plans.append({"indptr": kv_indptr, "indices": indices, "last": last_page_len})
 
-    def run(self, q, paged_kv_cache, *, q_scale, out, lse, return_lse):
+    def run(self, q, paged_kv_cache, *, q_scale, out):
         k_cache, v_cache = paged_kv_cache
         assert k_cache.stride() == v_cache.stride()
         assert k_cache.shape[2] == self.page_size
@@ -61,8 +61,6 @@ class Wrapper:
         assert len(q) == sum(self.q_lens), "rows are not those that were planned"
         assert out.shape == q.shape
         assert out.is_contiguous()
-        assert return_lse == (lse is not None)
-        assert lse is None or (lse.dtype == torch.float32 and lse.is_contiguous())
         start = 0
         for q_len, kv_len, indices in zip(self.q_lens, self.kv_lens, self.indices, strict=True):
             k, v = (
@@ -79,9 +77,7 @@ class Wrapper:
                 scores.masked_fill_(~visible[:, None, None], -math.inf)
             result = torch.einsum("nkgm,kmd->nkgd", scores.softmax(-1), v)
             out[rows] = result.flatten(1, 2).to(out.dtype)
-            if lse is not None:
-                lse[rows] = scores.logsumexp(-1).flatten(1, 2) / math.log(2)
-        return (out, lse) if return_lse else out
+        return out
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):

@@ -104,46 +104,20 @@ class _Attention(ABC):
             self._planned.record()
 
     def _attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        scale: float,
-        out: Tensor,
-        lse: Tensor | None,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, out: Tensor
     ) -> Tensor:
-        """Run FlashInfer on the rows that see a key; the others get zeros and lse -inf."""
+        """Run FlashInfer on the rows that see a key; the others get zeros."""
         pages = self._pages
         assert pages is not None, "run before plan"
         if pages.rows is None and pages.num_rows:
-            self._run(q, k_cache, v_cache, scale, out, lse)
+            self._wrapper.run(q, (k_cache, v_cache), q_scale=scale, out=out)
             return out
         out.zero_()
-        if lse is not None:
-            lse.fill_(-math.inf)
         if pages.num_rows:
-            some_out = out[pages.rows]
-            some_lse = None if lse is None else lse[pages.rows]
-            self._run(q[pages.rows], k_cache, v_cache, scale, some_out, some_lse)
-            out[pages.rows] = some_out
-            if lse is not None and some_lse is not None:
-                lse[pages.rows] = some_lse
+            some = out[pages.rows]
+            self._wrapper.run(q[pages.rows], (k_cache, v_cache), q_scale=scale, out=some)
+            out[pages.rows] = some
         return out
-
-    def _run(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        scale: float,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        self._wrapper.run(
-            q, (k_cache, v_cache), q_scale=scale, out=out, lse=lse, return_lse=lse is not None
-        )
-        if lse is not None:
-            lse.mul_(math.log(2))  # FlashInfer's is in base 2
 
 
 class Decode(_Attention):
@@ -160,8 +134,8 @@ class Decode(_Attention):
             out: Tensor,
             lse: Tensor | None = None,
         ) -> Tensor:
-            """q, out [S, H, D]; lse [S, H] fp32."""
-            return self._attend(q, k_cache, v_cache, scale, out, lse)
+            """q, out [S, H, D]; lse: never given, for it is not declared."""
+            return self._attend(q, k_cache, v_cache, scale, out)
 
         return BoundOp(
             run=run, plan=self.plan, workspace_bytes=self.workspace_bytes, attach=self.attach
@@ -213,8 +187,8 @@ class Prefill(_Attention):
             out: Tensor,
             lse: Tensor | None = None,
         ) -> Tensor:
-            """q, out [T, H, D]; lse [T, H] fp32. k and v are in the cache already."""
-            return self._attend(q, k_cache, v_cache, scale, out, lse)
+            """q, out [T, H, D]. k and v are in the cache already; lse is never given."""
+            return self._attend(q, k_cache, v_cache, scale, out)
 
         return BoundOp(
             run=run, plan=self.plan, workspace_bytes=self.workspace_bytes, attach=self.attach
