@@ -55,7 +55,7 @@ def bind(spec: AttentionDecodeSpec) -> BoundOp:
         result = torch.zeros_like(queries)  # [S, KVH, G, D]
 
         # In a captured graph max_seq_len is the bound: the number of tiles does not vary.
-        num_blocks = -(-step.max_seq_len // block_size)
+        num_blocks = min(-(-step.max_seq_len // block_size), step.block_table.shape[1])
         for first in range(0, num_blocks, tile_blocks):
             table = step.block_table[:, first : min(first + tile_blocks, num_blocks)]
             token = first * block_size + torch.arange(table.shape[1] * block_size, device=q.device)
