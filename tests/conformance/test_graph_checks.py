@@ -45,7 +45,10 @@ def run(backend, op, checks, device):
 @pytest.mark.parametrize("op", OPS)
 def test_a_backend_that_reads_the_device_alone_keeps_every_claim(op, device):
     results = run(graph_safe.backend(), op, GRAPH_CHECKS, device)
-    assert {r.outcome for r in results} == {"passed"}, format_results(results)
+    assert not any(r.failed for r in results), format_results(results)
+    assert {r.detail for r in results if r.outcome == "skipped"} <= {
+        "is not declared batch_invariant"
+    }
 
 
 @pytest.mark.parametrize("fault", GRAPH_FAULTS, ids=lambda f: f"{f.check}-{f.op}-{f.name}")

@@ -13,9 +13,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from support import graph_safe
+from support.fakes import CPU
 from support.fault import Fault
 from support.graph_safe import SPLIT, SplitAttention
 from tvr.backends.torch_ref import plugin
+from tvr.contract import BoundOp
 
 
 def faulty(fault):
@@ -66,6 +68,27 @@ def asks_for_a_fraction_of_a_byte(bound, spec):
     return replace(bound, workspace_bytes=lambda b: bound.workspace_bytes(b) / 2)
 
 
+def asks_for_more_each_time(bound, spec):
+    asked = []
+
+    def workspace_bytes(bounds):
+        asked.append(bounds)
+        return bound.workspace_bytes(bounds) + len(asked)
+
+    return replace(bound, workspace_bytes=workspace_bytes)
+
+
+def counts_on_512_bytes(bound, spec):
+    """As allocators give them, though 256 are promised."""
+
+    def attach(workspace):
+        if workspace.data_ptr() % 512:
+            raise RuntimeError("misaligned address")
+        bound.attach(workspace)
+
+    return replace(bound, attach=attach)
+
+
 def writes_one_element_too_many(bound, spec):
     workspace = bound.run.__self__
 
@@ -107,7 +130,34 @@ class SharesOneScratch(SplitAttention):
         return super()._counts(step)
 
 
+def keeps_one_plan_for_all_specs(bound, spec):
+    """Without a workspace: the plan is a variable of the module."""
+    right = plugin.tvr_bind_attention_decode(spec=spec, device=CPU)
+
+    def plan(step):
+        _PLANNED["num_heads"] = spec.num_heads
+
+    def run(q, k_cache, v_cache, step, *, scale, out, lse=None):
+        result = right.run(q, k_cache, v_cache, step, scale=scale, out=out, lse=lse)
+        return result if _PLANNED["num_heads"] == spec.num_heads else result.zero_()
+
+    return BoundOp(run=run, plan=plan)
+
+
+_PLANNED = {}
+
+
 # --- plan -------------------------------------------------------------------------------------
+
+
+def sorts_the_lengths_of_the_host(bound, spec):
+    """Long sequences first, for balance; and in place."""
+
+    def plan(step):
+        step.seq_lens_cpu.sort(reverse=True)
+        bound.plan(step)
+
+    return replace(bound, plan=plan)
 
 
 def tidies_up_the_table(bound, spec):
@@ -288,10 +338,12 @@ def launches_on_the_current_device(bound, spec):
 
 
 CONTRACT_FAULTS = [
+    Fault("workspace_bytes_are_a_number", "attention_decode", asks_for_a_fraction_of_a_byte),
+    Fault("workspace_bytes_are_a_number", "attention_decode", asks_for_more_each_time),
     Fault(
-        "workspace_grows_with_the_bounds", "attention_decode", divides_its_workspace_among_tokens
+        "writes_stay_inside_the_workspace", "attention_decode", divides_its_workspace_among_tokens
     ),
-    Fault("workspace_grows_with_the_bounds", "attention_decode", asks_for_a_fraction_of_a_byte),
+    Fault("writes_stay_inside_the_workspace", "attention_decode", counts_on_512_bytes),
     Fault("writes_stay_inside_the_workspace", "attention_decode", writes_one_element_too_many),
     Fault(
         "writes_stay_inside_the_workspace",
@@ -299,9 +351,11 @@ CONTRACT_FAULTS = [
         counts_a_sequence_before_the_first,
     ),
     Fault("longer_step_leaves_nothing_behind", "attention_decode", _of(CombinesEverySplit)),
-    Fault("specs_do_not_share_a_workspace", "attention_decode", _of(SharesOneScratch)),
+    Fault("bindings_share_no_state", "attention_decode", _of(SharesOneScratch)),
+    Fault("bindings_share_no_state", "attention_decode", keeps_one_plan_for_all_specs),
     Fault("plan_writes_only_the_workspace", "attention_decode", tidies_up_the_table),
     Fault("plan_writes_only_the_workspace", "attention_prefill", counts_splits_in_place),
+    Fault("plan_writes_only_the_workspace", "attention_decode", sorts_the_lengths_of_the_host),
     Fault("one_plan_serves_every_layer", "attention_decode", consumes_its_plan),
     Fault("one_plan_serves_every_layer", "attention_prefill", consumes_its_plan),
     Fault("host_sizes_may_be_bounds", "attention_decode", _of(ReadsLengthsOfTheHost)),

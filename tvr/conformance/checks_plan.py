@@ -12,7 +12,7 @@ from tvr.conformance.binding import step_of
 from tvr.conformance.bounds import exact
 from tvr.conformance.inputs import make_call
 from tvr.conformance.judge import same_bits
-from tvr.conformance.ledger import Check
+from tvr.conformance.ledger import Check, CheckFailed
 from tvr.contract import OPS
 
 if TYPE_CHECKING:
@@ -29,10 +29,13 @@ def check_plan_writes_only_the_workspace(backend: Subject, case: Case) -> None:
     arrays = {n: getattr(step, n) for n in ("block_table", "seq_lens", "cu_seqlens_q")}
     tensors = call.read | call.written | arrays
     before = {name: tensor.clone() for name, tensor in tensors.items()}
+    lens = list(step.seq_lens_cpu)
     binding = backend.binding(case.spec, exact(step))
     backend.with_runner(lambda call: binding.plan(step)).run(call)
     for name, tensor in tensors.items():
         same_bits(f"{name}, after plan,", tensor, before[name])
+    if list(step.seq_lens_cpu) != lens:
+        raise CheckFailed(f"plan changed seq_lens_cpu from {lens} to {list(step.seq_lens_cpu)}")
 
 
 def check_one_plan_serves_every_layer(backend: Subject, case: Case) -> None:

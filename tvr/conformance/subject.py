@@ -177,14 +177,15 @@ class Subject:
             raise CheckFailed(f"declares {spec} but tvr_bind_{spec.op} returned None")
         return bound
 
-    def lacks(self, spec: OpSpec, part: str) -> list[str]:
-        """Return that a declared spec is bound without `part` of a `BoundOp`; empty: it has it."""
+    def lacks(self, spec: OpSpec, *parts: str) -> list[str]:
+        """Return that a declared spec is bound with none of these parts of a `BoundOp`; or empty."""
         try:
             bound = self.bind(spec)
         except (Exception, SystemExit):  # a check that binds it will say so
             return []
-        has_part = bound is None or getattr(bound, part) is not None
-        return [] if has_part else [f"binds {spec.op} without {part}"]
+        if bound is None or any(getattr(bound, part) is not None for part in parts):
+            return []
+        return [f"binds {spec.op} without {' or '.join(parts)}"]
 
     def binding(self, spec: OpSpec, bounds: Bounds) -> Binding:
         """Return a new binding of a declared spec, with a workspace for `bounds`.

@@ -7,21 +7,22 @@ import torch
 from tvr.conformance.ledger import CheckFailed
 
 _ALIGNMENT = 256
-_BAND = 4096  # bytes on either side, a multiple of the alignment
+_BAND = 4096  # bytes on either side, a multiple of twice the alignment
 _SENTINEL = 0xA5
 
 
 class Workspace:
-    """`num_bytes` zeros at a multiple of 256 bytes. They are never cleared again.
+    """`num_bytes` zeros at a multiple of 256 bytes, and of no more. They are never cleared again.
 
     Attributes:
         inside: [num_bytes] uint8, what the op is given.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        size = _BAND + num_bytes + _BAND + _ALIGNMENT
+        size = _BAND + num_bytes + _BAND + 2 * _ALIGNMENT
         buffer = torch.full((size,), _SENTINEL, dtype=torch.uint8, device=device)
-        start = _BAND + -buffer.data_ptr() % _ALIGNMENT
+        # Allocators align to more than is promised, and an op must not count on that.
+        start = _BAND + (_ALIGNMENT - buffer.data_ptr()) % (2 * _ALIGNMENT)
         self.inside = buffer[start : start + num_bytes].zero_()
         self._before, self._behind = buffer[:start], buffer[start + num_bytes :]
 
