@@ -10,7 +10,12 @@ import pytest
 
 from support.fakes import CPU
 from support.fault import Fault, faulty
-from support.faults_engine import ANOTHER_WAY, ENGINE_FAULTS, decodes_without_the_new_token
+from support.faults_engine import (
+    ANOTHER_WAY,
+    ENGINE_FAULTS,
+    decodes_without_the_new_token,
+    sums_in_any_order,
+)
 from tvr.backends.torch_ref import plugin
 from tvr.conformance import engine_model, graphs
 from tvr.conformance.engine_checks import CHECKS
@@ -110,6 +115,22 @@ def test_every_check_has_a_fault_that_it_catches():
 def test_a_backend_with_some_ops_is_tested_with_the_reference_for_the_rest(ops):
     for name in ("decode_equals_longer_prefill", "half_precision_errs_like_reference"):
         assert keeps(name, serving(*ops))
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*BY_NAME} - {GRAPH, "batch_invariant_model_keeps_its_bits"})
+)
+def test_what_is_not_declared_deterministic_need_not_repeat_its_bits(name):
+    fault = Fault("", "linear", sums_in_any_order)
+    boxes = [
+        replace(box, flags=box.flags - {"deterministic"})
+        for box in plugin.tvr_backend_info().ops["linear"]
+    ]
+    backend = serving("linear", linear=boxes)
+    backend.tvr_bind_linear = faulty(fault).tvr_bind_linear
+    assert keeps(name, backend)
+    if name == "physical_blocks_do_not_matter":  # declared, it would have to
+        assert not keeps(name, faulty(fault))
 
 
 def test_a_fault_of_a_backend_with_one_op_shows():

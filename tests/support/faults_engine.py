@@ -6,6 +6,7 @@ They are planted as those of `support.faults` are; a model is what catches them.
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import torch
@@ -134,6 +135,11 @@ def sums_in_another_order_in_a_batch(right, spec, a):
 
 def sums_in_pieces(right, spec, a):
     return _summed(a, iter, torch.float32)
+
+
+def sums_in_any_order(right, spec, a):
+    """As atomic additions do: two runs differ."""
+    return _summed(a, lambda pieces: random.sample(pieces, len(pieces)), torch.float32)
 
 
 def rounds_the_softmax_weights(right, spec, a):

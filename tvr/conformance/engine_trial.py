@@ -11,7 +11,7 @@ from tvr.conformance import tolerance
 from tvr.conformance.engine_exact import exact_logits
 from tvr.conformance.engine_model import TinyModel, model_config, random_weights, reference_for
 from tvr.conformance.engine_run import PagedRun
-from tvr.conformance.judge import within
+from tvr.conformance.judge import same_bits, within
 from tvr.conformance.model_spec import ModelSpec, model_spec
 
 if TYPE_CHECKING:
@@ -84,6 +84,15 @@ class Trial:
         """Hold logits [n, vocab] behind the n tokens of `text` up to `end` against the exact."""
         wanted = text.exact[end - len(found) : end]
         within(what, found, wanted, text.limit, f"must be within {text.limit:.3g}")
+
+    def judge_again(self, what: str, text: Text, found: Tensor, wanted: Tensor) -> None:
+        """Judge logits behind all of `text`; if every op is declared deterministic, by bits too.
+
+        `wanted` are those of another run, which differs in nothing that may matter.
+        """
+        self.judge(what, text, found, len(text.ids))
+        if not self.model.ops.lacking("deterministic"):
+            same_bits(what, found, wanted)
 
     def _chain_length(self) -> int:
         """Return the number of ops that a logit comes through."""
