@@ -42,10 +42,12 @@ def check_run_follows_the_current_stream(backend: Subject, case: Case) -> None:
         torch.cuda.synchronize(device)
         stream = backend.stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(_DELAY_CYCLES)  # type: ignore[no-untyped-call]
-            frame.load(call)
-            binding.plan(step)
-            run()
+            for launch in (lambda: binding.plan(step), run):
+                # Each behind a delay of its own: a plan may wait for its stream.
+                frame.clear()
+                torch.cuda._sleep(_DELAY_CYCLES)  # type: ignore[no-untyped-call]
+                frame.load(call)
+                launch()
             frame.unload(call)
             frame.clear()
         if not torch.cuda.default_stream(device).query():
