@@ -155,6 +155,7 @@ def test_a_batch_stops_at_the_first_fault(tmp_path):
             ["--shadow", "torch", "--shadow-file", "no/x", "--backend", "only_rope"],
             "there is no folder no",
         ),
+        (["--shadow", "torch", "--shadow-file", ".", "--backend", "only_rope"], "is a folder"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(arguments, reason):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tvr.core.plugin_config import PluginConfig
 
-#: Exit code when the fault shows again, or the backend does not serve the op.
+#: Exit code when the fault shows again, or cannot be judged: the backend does not serve the op.
 EXIT_FAILED = 1
 
 
@@ -23,6 +23,6 @@ def replay_file(file: Path, backend: str, *, device: str, plugins: Path | None) 
     if result.outcome == "passed":
         print(f"{backend} on {device}: {result.op} is right; the fault does not show again")
         return 0
-    verdict = "does not serve it" if result.outcome == "skipped" else "it shows again"
+    verdict = "cannot be judged" if result.outcome == "skipped" else "it shows again"
     print(f"{backend} on {device}: {verdict}: {result.detail}")
     return EXIT_FAILED

@@ -36,6 +36,8 @@ def open_shadow(
         raise ConfigError("--shadow needs --backend NAME, the backend whose ops are to be compared")
     if backend == reference:
         raise ConfigError(f"--shadow and --backend are both {backend!r}; name two backends")
+    if file is not None and file.is_dir():
+        raise ConfigError(f"--shadow-file {file} is a folder; name a file in it")
     if file is not None and not file.parent.is_dir():
         raise ConfigError(f"--shadow-file {file}: there is no folder {file.parent}")
     from tvr.conformance.shadow import Shadow

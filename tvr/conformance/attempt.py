@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tvr.conformance.subject import WRITES
-from tvr.conformance.verdict import Trial, find_fault
+from tvr.conformance.verdict import Comparison, find_fault
 from tvr.errors import KernelError
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def attempt(
         snapshot: the call as it is before.
         live: the call itself.
         run: runs `live` on the backend, to its end, and returns what that returned.
-        repeat: runs a copy on the reference and returns its outputs.
+        repeat: runs a copy on the reference and returns its outputs; none: they are not known,
+            and no result is judged.
         rounding: where the backend declares that a norm rounds.
 
     Raises:
@@ -76,9 +77,10 @@ def attempt(
     if not problem and (name := snapshot.changed_input(live)) is not None:
         problem = f"wrote its input {name}"
     fault = None
-    if not problem:
-        trial = Trial(call=snapshot.call, found=found, reference=reference, rounding=rounding)
-        fault = find_fault(trial)
+    if not problem and reference:
+        fault = find_fault(
+            Comparison(call=snapshot.call, found=found, reference=reference, rounding=rounding)
+        )
     return Attempt(found=found, reference=reference, result=result, problem=problem, fault=fault)
 
 
@@ -104,4 +106,5 @@ def _wrong_return(live: Call, result: object) -> str:
         found is live[name] for found, name in zip(returned, names, strict=True)
     ):
         return ""
-    return f"returned {type(result).__name__} instead of {' and '.join(names) or 'nothing'} itself"
+    wanted = f"{' and '.join(names)} itself" if names else "None"
+    return f"returned {type(result).__name__} instead of {wanted}"

@@ -76,15 +76,15 @@ def first_off_in_ulps(
 
 
 def first_part_off(
-    output: str, found: Tensor, wanted: Tensor, limit: float, reference: Tensor, parts: str
+    output: str, found: Tensor, wanted: Tensor, limit: Tensor, reference: Tensor, parts: str
 ) -> Fault | None:
-    """Return the worst element of the first part whose relative Frobenius error is over `limit`.
+    """Return the worst element of the first part whose relative Frobenius error is over its limit.
 
     Args:
         output: name of the output.
         found: [parts, ...].
         wanted: the same shape, fp64.
-        limit: of each part.
+        limit: [parts], of each.
         reference: the same shape. What is not finite there is left to `first_off`.
         parts: what a part is: "row", "sequence".
     """
@@ -106,7 +106,7 @@ def first_part_off(
         index=(part, *index),
         found=found[part][index].item(),
         wanted=wanted[part][index].item(),
-        limit=limit,
+        limit=limit[part].item(),
         rule=rule,
     )
 

@@ -240,7 +240,7 @@ class Shadow:
         try:
             save(record, path)
         except Exception as e:  # a broken device, a full disk: the fault matters more
-            return replace(finding, kept=f"not kept in {path}: {e}")
+            return replace(finding, kept=f"not kept in {path}: {' '.join(str(e).split())}")
         options = f"--backend {place.backend}{device}{self._replay_options}"
         again = f"tvr conformance {options} --replay {shlex.quote(str(path))}"
         return replace(finding, kept=f"kept in {path}; `{again}` runs it again")
