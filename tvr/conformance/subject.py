@@ -178,7 +178,7 @@ class Subject:
         return bound
 
     def lacks(self, spec: OpSpec, *parts: str) -> list[str]:
-        """Return that a declared spec is bound with none of these parts of a `BoundOp`; or empty."""
+        """Return that a declared spec is bound without any of these parts; empty: it has one."""
         try:
             bound = self.bind(spec)
         except (Exception, SystemExit):  # a check that binds it will say so
