@@ -356,6 +356,7 @@ def test_an_op_that_raises_is_named(checkpoint):
 
     finding = finding_of(checkpoint, backend_of({"silu_mul": raising}))
     assert finding.problem == "raised RuntimeError: no such warp"
+    assert load("tvr-shadow-silu_mul.safetensors").finding.endswith(finding.problem)
     result = replay("tvr-shadow-silu_mul.safetensors", backend_of({"silu_mul": raising}))
     assert result.failed
     assert result.detail == "raised RuntimeError: no such warp"
@@ -386,6 +387,8 @@ def test_a_reference_that_raises_is_no_fault_of_the_backend(checkpoint):
         (output,) = llm.generate(PROMPTS[:1], greedy(4))
     assert shadow.finding is None
     assert "the reference raised RuntimeError: the queue is full" in output.outputs[0].error
+    with pytest.raises(ConfigError, match="no op was called that the reference could repeat"):
+        shadow.summary("mine")
 
 
 def test_every_request_ends_and_no_step_runs_after_a_fault(checkpoint):

@@ -186,6 +186,21 @@ def consumes_its_plan(bound, spec):
     return _around_run(bound, after=consume)
 
 
+def wants_a_run_for_each_plan(bound, spec):
+    state = {"ready": False}
+
+    def plan(step):
+        if state["ready"]:
+            raise RuntimeError("end_forward must be called first")
+        state["ready"] = True
+        bound.plan(step)
+
+    def end(*args):
+        state["ready"] = False
+
+    return replace(_around_run(bound, after=end), plan=plan)
+
+
 class ReadsLengthsOfTheHost(SplitAttention):
     """Takes the lengths from `seq_lens_cpu`, which are bounds in a graph."""
 
@@ -358,6 +373,7 @@ CONTRACT_FAULTS = [
     Fault("plan_writes_only_the_workspace", "attention_decode", sorts_the_lengths_of_the_host),
     Fault("one_plan_serves_every_layer", "attention_decode", consumes_its_plan),
     Fault("one_plan_serves_every_layer", "attention_prefill", consumes_its_plan),
+    Fault("one_plan_serves_every_layer", "attention_decode", wants_a_run_for_each_plan),
     Fault("host_sizes_may_be_bounds", "attention_decode", _of(ReadsLengthsOfTheHost)),
     Fault("host_sizes_may_be_bounds", "attention_prefill", _of(ReadsLengthsOfTheHost)),
 ]

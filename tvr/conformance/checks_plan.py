@@ -39,12 +39,14 @@ def check_plan_writes_only_the_workspace(backend: Subject, case: Case) -> None:
 
 
 def check_one_plan_serves_every_layer(backend: Subject, case: Case) -> None:
-    """What was planned once holds for each layer of the step, with other caches and rows."""
+    """The last plan holds for each layer of its step, with other caches and rows."""
     binding = backend.binding(case.spec, exact(step_of(make_call(case, backend.torch_device))))
     for layer in range(_NUM_LAYERS):
 
         def step_with_call_at(call: Call, at: int = layer) -> None:
-            binding.plan(step_of(call))
+            # Where another op fails, a step ends behind its plan, and the next one is planned.
+            for _ in range(2):
+                binding.plan(step_of(call))
             for i in range(_NUM_LAYERS):
                 binding.run(call if i == at else _another_layer(call))
 

@@ -23,7 +23,8 @@ class Finding:
         problem: what the op did that no op may do; "": a result is over its limit.
         fault: the first element over its limit, in the model's own numbers; None: a problem.
         row: which row of the call that is, and whose; "" if not known.
-        kept: where the call is kept and how to see it again, or why it could not be kept.
+        kept: where the call is kept and how to see it again, or why it could not be kept; "" in
+            the file itself.
     """
 
     op: str
@@ -39,7 +40,7 @@ class Finding:
         where = f"{self.op} of backend {self.backend!r} at {self.site}, step {self.step}"
         row = f" {self.row}:" if self.row else ""
         what = self.problem if self.fault is None else describe(self.fault)
-        return f"{where}:{row} {what}; {self.kept}"
+        return f"{where}:{row} {what}" + (f"; {self.kept}" if self.kept else "")
 
 
 def describe(fault: Fault) -> str:

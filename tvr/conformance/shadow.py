@@ -155,9 +155,8 @@ class Shadow:
         mine = {op: n for (name, op), n in self.calls.items() if backend in (None, name)}
         if not mine:
             whom = "" if backend is None else f" of backend {backend!r}"
-            raise ConfigError(
-                f"shadow {self.reference!r} has compared no call{whom}: {self._why_nothing()}"
-            )
+            why = self._why_nothing(backend)
+            raise ConfigError(f"shadow {self.reference!r} has compared no call{whom}: {why}")
         by_op = Counter[str]()
         for (_, op), n in self.calls.items():
             by_op[op] += n
@@ -169,8 +168,14 @@ class Shadow:
         )
         return f"{calls} of {ops} agree with {self.reference}: {counts}{left_out}"
 
-    def _why_nothing(self) -> str:
-        reasons = [f"{op} of {b}: {', '.join(r)}" for (b, op), r in self.unserved.items()]
+    def _why_nothing(self, backend: str | None = None) -> str:
+        reasons = [
+            f"{op} of {name}: {', '.join(why)}"
+            for (name, op), why in self.unserved.items()
+            if backend in (None, name)
+        ]
+        if not reasons and self._num_places:
+            reasons = ["no op was called that the reference could repeat to the end"]
         return "; ".join(reasons) or "no other backend served an op; see `tvr backends --explain`"
 
     def _run(self, place: Place, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
