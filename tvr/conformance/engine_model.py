@@ -144,4 +144,4 @@ def _refuse_to_fall_through(backend: Subject, spec: ModelSpec, ops: OpTable) -> 
         (explained,) = ops.explain_ops([op_spec])
         mine = next(b for b in explained["backends"] if b["name"] == backend.info.name)
         if mine["status"] == "passed over":
-            raise CheckFailed(f"declares {op_spec}, but {'; '.join(mine['reasons'])}")
+            raise CheckFailed(f"does not serve {op_spec}: {'; '.join(mine['reasons'])}")
