@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from dataclasses import replace
@@ -14,6 +15,11 @@ from support.fakes import CPU
 from tvr.backends.torch_ref import plugin
 from tvr.conformance import check_backend, drawing, format_results, strategies
 from tvr.conformance.case import Case, parse_case
+from tvr.conformance.cases import cases
+from tvr.conformance.drawn import judge_drawn
+from tvr.conformance.registry import CHECKS
+from tvr.conformance.selection import Selection
+from tvr.conformance.subject import Subject
 from tvr.contract import OPS, BackendInfo, Box, RmsNormSpec, why_not
 from tvr.errors import ConfigError
 from tvr.hookspecs import hookimpl
@@ -66,6 +72,106 @@ def test_equal_seeds_draw_equal_cases_and_others_draw_others():
     assert drawn(1) == drawn(1) != drawn(2)
 
 
+def test_one_case_beside_the_simplest_is_drawn_and_depends_on_the_seed():
+    """hypothesis begins with the simplest case, whatever the seed: alone it would say nothing."""
+    drawn = set()
+    for seed in range(5):
+        seen = []
+        drawing.find_failure(
+            strategies.any_cases("rms_norm", "quick"), seen.append, seed=seed, max_examples=1
+        )
+        assert len(seen) == 2
+        drawn.add(seen[1])
+    assert len(drawn) == 5
+
+
+def test_what_a_seed_draws_does_not_depend_on_the_modules_at_hand(tmp_path, monkeypatch):
+    """Else an edit of the backend under test would change what it is tested on."""
+
+    def drawn():
+        seen = []
+        for op in OPS:
+            drawing.find_failure(
+                strategies.any_cases(op, "full"), seen.append, seed=1, max_examples=30
+            )
+        return seen
+
+    before = drawn()
+    file = tmp_path / "full_of_numbers.py"
+    file.write_text(f"NUMBERS = {[*range(1, 400), *range(400, 36000, 200)]}\n")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, file.stem, module)
+    assert drawn() == before
+
+
+def test_each_check_draws_cases_of_its_own():
+    calls = {}
+
+    def note(spec, args):
+        calls.setdefault(len(calls), (spec, args[0].shape))
+
+    def shapes(check):
+        calls.clear()
+        check_backend(wrapped("silu_mul", note), ops=["silu_mul"], checks=[check])
+        return set(calls.values())
+
+    assert shapes("outputs_are_returned") != shapes("inputs_are_unchanged")
+
+
+def narrow(op, *boxes, bind=None):
+    """A backend that declares these boxes of `op` alone, bound as the reference binds it."""
+    info = BackendInfo(name="narrow", abi=(1, 0), ops={op: list(boxes)})
+    hook = getattr(plugin, f"tvr_bind_{op}") if bind is None else hookimpl(bind)
+    return SimpleNamespace(tvr_backend_info=hookimpl(lambda: info), **{f"tvr_bind_{op}": hook})
+
+
+@pytest.mark.parametrize(
+    ("op", "axes"),
+    [
+        ("rope", {"head_dims": [66], "fields": frozenset({"rotary_dim"})}),
+        ("rope", {"head_dims": [63, 64]}),
+        ("kv_write", {"block_sizes": [16, 24]}),
+        ("kv_write", {"block_sizes": [24]}),
+        ("linear", {"weight_formats": ["dense", "int4"]}),
+    ],
+)
+def test_declared_values_that_no_case_can_have_do_not_stop_the_suite(op, axes):
+    backend = narrow(op, Box(dtypes=["float32"], devices=["cpu"], **axes))
+    results = check_backend(backend, ops=[op], checks=["outputs_are_returned"])
+    assert not [r for r in results if r.failed], format_results(results)
+
+
+def test_a_claim_of_a_box_without_named_cases_is_tried_on_drawn_ones():
+    calls = []
+
+    def bind(spec, device):
+        right = plugin.tvr_bind_rms_norm(spec=spec, device=device)
+
+        def run(*args, out):
+            calls.append(spec)
+            right.run(*args, out=out)
+            return out.add_(len(calls) if spec.dtype == "float16" else 0)
+
+        return replace(right, run=run)
+
+    steady, unsteady = (Box(dtypes=[d], devices=["cpu"]) for d in ("float32", "float16"))
+    backend = narrow("rms_norm", steady, replace(unsteady, flags=["deterministic"]), bind=bind)
+    named = ["rms_norm-5x64-float32"]
+    check = next(c for c in CHECKS if c.name == "runs_are_bit_equal")
+    subject = Subject(backend, CPU)
+    result = judge_drawn(
+        subject,
+        check,
+        "rms_norm",
+        Selection(max_examples=10),
+        named=[case for case in cases("rms_norm", "smoke") if case.name in named],
+        on_begin=lambda handle: None,
+    )
+    assert result.failed, result
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_drawn_cases_are_declared(op):
     box = Box(
@@ -87,9 +193,13 @@ def test_drawn_cases_are_declared(op):
 
 def test_drawn_attention_covers_the_geometry_of_the_contract():
     seen = []
-    drawing.find_failure(
-        strategies.any_cases("attention_prefill", "quick"), seen.append, seed=0, max_examples=400
-    )
+    for seed in (0, 1):
+        drawing.find_failure(
+            strategies.any_cases("attention_prefill", "quick"),
+            seen.append,
+            seed=seed,
+            max_examples=400,
+        )
     specs = [case.spec for case in seen]
     assert {s.head_dim for s in specs} == set(strategies.HEAD_DIMS)
     assert {s.block_size for s in specs} == set(strategies.BLOCK_SIZES)
@@ -121,8 +231,10 @@ def test_no_examples_are_drawn_if_none_are_wanted():
 
 
 def test_without_hypothesis_one_line_says_what_to_do(monkeypatch):
-    monkeypatch.delattr("tvr.conformance.drawn")
-    monkeypatch.setitem(sys.modules, "tvr.conformance.drawn", None)
+    for name in ("drawn", "drawing", "strategies"):
+        monkeypatch.delattr(f"tvr.conformance.{name}")
+        monkeypatch.delitem(sys.modules, f"tvr.conformance.{name}")
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
     with pytest.raises(ConfigError, match=r"pip install 'tvr\[conformance\]', or ask for max_exam"):
         check_backend(plugin, ops=["silu_mul"])
     results = check_backend(plugin, ops=["silu_mul"], max_examples=0)
@@ -177,7 +289,7 @@ def test_cases_that_do_not_fit_are_replaced_by_others_for_a_while():
         _cases(), fitting.append, fits=lambda case: asked.append(case), seed=0, max_examples=20
     )
     assert not fitting
-    assert len(asked) <= 100
+    assert len(asked) <= 101  # the simplest, and five times twenty
 
 
 def test_a_device_that_is_lost_ends_the_shrinking():

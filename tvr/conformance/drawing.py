@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import hypothesis
-from hypothesis.errors import Flaky
+from hypothesis.errors import Flaky, Unsatisfiable
 
 from tvr.conformance.case import Case
 
@@ -43,7 +43,8 @@ def find_failure(
         examine: raises an Exception if a case fails.
         fits: whether a case is to be examined; the others are turned down.
         seed: equal seeds draw equal cases.
-        max_examples: most cases to examine; shrinking takes more.
+        max_examples: most cases to examine beside the simplest of all, which hypothesis begins
+            with whatever the seed; shrinking takes more.
         may_shrink: whether more cases can be examined after a failure.
     """
     search = _Search(examine, fits, may_shrink)
@@ -70,16 +71,17 @@ class _Search:
         self.failures: dict[Case, Exception] = {}
         self.num_examined = 0
         self._examine, self._fits, self._may_shrink = examine, fits, may_shrink
+        self._right: set[Case] = set()  # or turned down
         self._first_failure = 0.0
 
     def run(
         self, cases: hypothesis.strategies.SearchStrategy[Case], *, seed: int, max_examples: int
     ) -> None:
-        """Draw `max_examples` cases, and shrink the first that fails."""
+        """Draw the simplest case and `max_examples` others, and shrink the first that fails."""
 
         @hypothesis.seed(seed)
         @hypothesis.settings(
-            max_examples=max_examples,
+            max_examples=max_examples + 1,
             database=None,
             deadline=None,
             print_blob=False,  # the case's own text reproduces it
@@ -95,6 +97,8 @@ class _Search:
             test()
         except Flaky:
             pass  # a failure came and went, and is kept
+        except Unsatisfiable:
+            pass  # nothing that can be drawn is a call
         except Exception as error:
             if error not in self.failures.values():
                 raise
@@ -102,7 +106,10 @@ class _Search:
     def _meet(self, case: Case) -> None:
         if case in self.failures:  # shrinking comes back to what it knows: once is enough
             raise self.failures[case]
-        if not self._fits(case) or (self.failures and self._is_over()):
+        if case in self._right or (self.failures and self._is_over()):
+            return
+        if not self._fits(case):
+            self._right.add(case)
             return
         self.num_examined += 1
         try:
@@ -111,6 +118,7 @@ class _Search:
             self._first_failure = self._first_failure or time.monotonic()
             self.failures[case] = error
             raise
+        self._right.add(case)
 
     def _is_over(self) -> bool:
         out_of_time = time.monotonic() - self._first_failure > SHRINK_SECONDS

@@ -140,7 +140,10 @@ def check_backend(
         for result in run_unit(backend, unit, selection):
             on_result(result)
             results.append(result)
-    return results + missing_checks(backend.info.ops, results, selection)
+    for result in missing_checks(backend.info.ops, results, selection):
+        on_result(result)
+        results.append(result)
+    return results
 
 
 def _chosen(op: str, selection: Selection) -> list[Case]:
@@ -153,7 +156,9 @@ def _chosen(op: str, selection: Selection) -> list[Case]:
 def _judge_drawn() -> Callable[..., CheckResult]:
     try:
         from tvr.conformance.drawn import judge_drawn
-    except ImportError as e:
+    except ModuleNotFoundError as e:
+        if e.name != "hypothesis":
+            raise
         raise ConfigError(
             "conformance: cases are drawn by hypothesis, which is not installed; "
             "pip install 'tvr[conformance]', or ask for max_examples 0"
