@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tvr.conformance import CheckResult
@@ -41,6 +43,11 @@ def test_a_skipped_case_stays_skipped_and_does_not_satisfy_an_entry():
     assert skipped == result("skipped")
     assert unmet.failed
     assert "no such case was run" in unmet.detail
+
+
+def test_an_entry_that_covers_nothing_has_the_seed_of_the_run():
+    found = apply_expected([replace(result("passed"), seed=7)], [entry("rope-b")])
+    assert [r.seed for r in found] == [7, 7]
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,38 @@ def test_both_reports_are_written_when_checks_fail(failed):
     assert "rotation_is_rounded_once" in html_file.read_text()
 
 
+def test_trying_whether_a_report_can_be_written_loses_nothing(tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "new.html"
+    old.write_text("before")
+    refused_here("conformance", "--backend", "nothing", "--json", old, "--html", new)
+    assert old.read_text() == "before"
+    assert not new.exists()
+
+
+def test_results_are_printed_even_if_a_report_cannot_be_written_after_all():
+    done = conformance("faulty", "--op", "argmax", *QUICKLY, "--json", "/dev/full")
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert done.stdout.splitlines()[-1].startswith("passed: ")
+
+
+def test_the_page_has_the_line_that_was_printed(tmp_path):
+    plugins, page = tmp_path / "plugins.toml", tmp_path / "run.html"
+    plugins.write_text("")
+    options = ("--op", "rope", "--check", CHECK, "--plugins", plugins, "--html", page)
+    done = conformance("faulty", *options, *QUICKLY)
+    (line,) = (line.strip() for line in done.stdout.splitlines() if "tvr conformance" in line)
+    assert f"--plugins {plugins}" in line
+    assert line in page.read_text()
+
+
+def test_nothing_is_left_behind_in_the_folder_one_works_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ("--op", "argmax", "--check", "largest_logit_wins", "--max-examples", 1)
+    assert conformance("faulty", *options).returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_passes_ends_with_0():
     done = conformance("faulty", "--op", "argmax", "--check", "largest_logit_wins", *QUICKLY)
     assert (done.returncode, done.stderr) == (0, "")
@@ -226,6 +258,10 @@ def test_a_case_may_be_given_by_name_or_written_out():
         (["--backend", "faulty", "--op", "linear", "--in-process"], "does not declare linear"),
         (["--backend", "torch", "--expect", "nowhere.toml"], "cannot be read"),
         (["--backend", "torch", "--json", "."], "is a folder"),
+        (["--backend", "torch", "--json", "/proc/x.json"], "/proc/x.json cannot be written: No"),
+        (["--backend", "torch", "--html", f"{__file__}/x/y"], "cannot be written: Not a directory"),
+        (["--backend", "torch", "--json", "x", "--html", "./x"], "both name x"),
+        (["--backend", "torch", "--replay", "x", "--seed", "3", "--op", "rope"], "--op, --seed"),
         (["--op", "rope"], "'--backend'"),
     ],
 )

@@ -104,11 +104,14 @@ def conformance(
     if replay is not None:
         from tvr.cli.replay import replay_file
 
-        if any((op, check, case, expect, json_file, html_file)):
-            raise ConfigError(
-                "--replay makes one call again; drop --op, --check, --case, --expect, --json and "
-                "--html"
-            )
+        suite_only = {
+            **{"--op": op, "--check": check, "--case": case, "--expect": expect},
+            **{"--json": json_file, "--html": html_file, "--in-process": in_process or None},
+            **{"--max-examples": max_examples, "--timeout": timeout, "--seed": seed or None},
+            "--level": None if level == "smoke" else level,
+        }
+        if given := [name for name, value in suite_only.items() if value is not None]:
+            raise ConfigError(f"--replay makes one call again; drop {', '.join(given)}")
         return replay_file(replay, backend, device=device, plugins=config)
     selection = Selection(
         ops=_listed(op),
@@ -135,11 +138,14 @@ def conformance(
         timeout=timeout,
         judge=lambda found: apply_expected(found, expected, all_cases=case is None),
     )
-    if json_file is not None:
-        write_json(json_file, run)
-    if html_file is not None:
-        write_html(html_file, run)
-    print_run(run, partial(_reproduce, task=task, expect=expect, timeout=timeout))
+    reproduce = partial(_reproduce, task=task, expect=expect, timeout=timeout)
+    try:
+        if json_file is not None:
+            write_json(json_file, run)
+        if html_file is not None:
+            write_html(html_file, run, reproduce)
+    finally:  # where the disk is full, the work is not lost
+        print_run(run, reproduce)
     return 0 if run.passed else EXIT_FAILED
 
 
@@ -207,6 +213,7 @@ def _reproduce(
         level=task.selection.level,
         device=task.device,
         plugins=task.plugins,
+        max_examples=task.selection.max_examples,
     )
     more = [] if expect is None else ["--expect", str(expect)]
     more += [] if timeout is None else ["--timeout", f"{timeout:g}"]
@@ -228,13 +235,23 @@ def _check_can_draw(selection: Selection) -> None:
         )
 
 
-def _make_room_for(*files: Path | None) -> None:
-    """Make the folders of reports before the work, so that it is not in vain."""
+def _make_room_for(*reports: Path | None) -> None:
+    """Make the folders of reports, and see that they can be written, before the work."""
+    files = [file for file in reports if file is not None]
+    if len({file.absolute() for file in files}) < len(files):
+        raise ConfigError(f"--json and --html both name {files[0]}; give each a file of its own")
     for file in files:
-        if file is not None:
+        if file.is_dir():
+            raise ConfigError(f"the report {file} is a folder; name a file")
+        try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            if file.is_dir():
-                raise ConfigError(f"the report {file} is a folder; name a file")
+            is_new = not file.exists()
+            if is_new or file.is_file():  # a pipe would end
+                file.open("ab").close()
+            if is_new:
+                file.unlink()
+        except OSError as e:
+            raise ConfigError(f"the report {file} cannot be written: {e.strerror}") from e
 
 
 def _refuse_undeclared(facts: Facts, selection: Selection) -> None:

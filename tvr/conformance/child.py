@@ -190,5 +190,7 @@ def _collect(events: int, into: queue.SimpleQueue[dict[str, Any] | None]) -> Non
     """Queue what comes from the child, at last None: its end of the pipe is closed."""
     with open(events, encoding="utf-8") as stream:
         for line in stream:
+            if not line.endswith("\n"):  # the child was ended while it wrote
+                break
             into.put(json.loads(line))
     into.put(None)

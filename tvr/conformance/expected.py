@@ -97,14 +97,21 @@ def apply_expected(
     judged = [_judged(result, entries) for result in results]
     ran = [result for result in results if result.outcome != SKIPPED]
     for entry in entries if all_cases else ():
-        asked = any((r.op, r.check) == (entry.op, entry.check) for r in results)
+        asked = [r for r in results if (r.op, r.check) == (entry.op, entry.check)]
         if asked and not any(entry.covers(result) for result in ran):
             detail = (
                 f"expected to fail on {entry.case!r} ({entry.reason}), but no such case was run; "
                 "drop the entry"
             )
             judged.append(
-                CheckResult(check=entry.check, op=entry.op, case="", outcome=FAILED, detail=detail)
+                CheckResult(
+                    check=entry.check,
+                    op=entry.op,
+                    case="",
+                    outcome=FAILED,
+                    detail=detail,
+                    seed=asked[0].seed,
+                )
             )
     return judged
 

@@ -132,15 +132,24 @@ def _conformance(
     expect: str | None = None,
 ) -> Conformance:
     """Return the tests of a backend; it is loaded later, and closed with `stack`."""
-    level = selection.level
+    level, max_examples = selection.level, selection.max_examples
     if not isinstance(backend, str):
         load = partial(_load_object, backend, device, selection)
-        call = partial(reproduction_in_python, level=level, device=device)
+        call = partial(
+            reproduction_in_python, level=level, device=device, max_examples=max_examples
+        )
         return Conformance(load, selection, expected, call)
     path = None if plugins is None else str(plugins)
     task = Task(backend=backend, device=device, plugins=path, selection=selection)
     load = partial(_load_here, task) if in_process else partial(_load_isolated, task, stack)
-    line = partial(reproduction, level=level, device=device, plugins=plugins, expect=expect)
+    line = partial(
+        reproduction,
+        level=level,
+        device=device,
+        plugins=plugins,
+        expect=expect,
+        max_examples=max_examples,
+    )
     return Conformance(load, selection, expected, line)
 
 

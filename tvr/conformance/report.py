@@ -76,13 +76,16 @@ def reproduction(
     device: str = "cpu",
     plugins: str | Path | None = None,
     expect: str | Path | None = None,
+    max_examples: int | None = None,
 ) -> str:
-    """Return the shell line that runs this check on this case alone."""
+    """Return the shell line that runs this check on this case alone, or on all if it has none."""
     words = ["tvr", "conformance", "--backend", backend, "--op", result.op]
     if result.check != IS_CHECKED:
         words += ["--check", result.check]
     if result.text:
         words += ["--case", result.case]
+    elif max_examples is not None:
+        words += ["--max-examples", str(max_examples)]
     words += ["--level", level]
     if result.seed:
         words += ["--seed", str(result.seed)]
@@ -96,7 +99,12 @@ def reproduction(
 
 
 def reproduction_in_python(
-    result: CheckResult, *, backend: str, level: str, device: str = "cpu"
+    result: CheckResult,
+    *,
+    backend: str,
+    level: str,
+    device: str = "cpu",
+    max_examples: int | None = None,
 ) -> str:
     """Return the same as a call, for a backend that is an object and not installed."""
     words = [f"<{backend}>", f"ops=[{result.op!r}]"]
@@ -104,6 +112,8 @@ def reproduction_in_python(
         words.append(f"checks=[{result.check!r}]")
     if result.text:
         words.append(f"cases=[{result.case!r}]")
+    elif max_examples is not None:
+        words.append(f"max_examples={max_examples}")
     words.append(f"level={level!r}")
     if result.seed:
         words.append(f"seed={result.seed}")

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -35,20 +36,36 @@ DETAIL_LENGTH = 400
 #: The strip of a check, in pixels: error / limit from 10^-DECADES to 10^DECADES.
 STRIP_WIDTH, STRIP_HEIGHT, DECADES = 240, 18, 3
 
+Reproduce = Callable[[CheckResult], str]
+
 _MARKS = {PASSED: "✓", FAILED: "✗", EXPECTED: "~", SKIPPED: "–"}
 
 
-def write_html(path: str | Path, run: SuiteRun) -> None:
-    """Write the page of `run`.
+def write_html(path: str | Path, run: SuiteRun, reproduce: Reproduce | None = None) -> None:
+    """Write the page of `run`; `reproduce` as for `as_html`.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_report(path, as_html(run))
+    write_report(path, as_html(run, reproduce))
 
 
-def as_html(run: SuiteRun) -> str:
-    """Return the page of `run`; whatever a backend wrote into a message is text on it."""
+def as_html(run: SuiteRun, reproduce: Reproduce | None = None) -> str:
+    """Return the page of `run`; whatever a backend wrote into a message is text on it.
+
+    Args:
+        run: the run.
+        reproduce: returns the line that runs a failed case again; None: one of what `run` knows,
+            which is not where its plugins or expected failures were read.
+    """
+    if reproduce is None:
+        reproduce = partial(
+            reproduction,
+            backend=run.backend,
+            level=run.level,
+            device=run.device,
+            max_examples=run.max_examples,
+        )
     files = resources.files("tvr.conformance")
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -64,7 +81,7 @@ def as_html(run: SuiteRun) -> str:
         verdict_class=verdict_class,
         counts=format_counts(run.results),
         facts=_facts(run),
-        failures=[_failure(run, unit) for unit in units if unit["outcome"] == FAILED],
+        failures=[_failure(unit, reproduce) for unit in units if unit["outcome"] == FAILED],
         ops=list(dict.fromkeys(unit["op"] for unit in units)),
         grid=_grid(units),
         units=sorted(units, key=lambda unit: unit["outcome"] != FAILED),
@@ -130,15 +147,14 @@ def _grid(units: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any] | 
     return [(check, [found.get((op, check)) for op in ops]) for check in checks]
 
 
-def _failure(run: SuiteRun, unit: dict[str, Any]) -> dict[str, Any]:
+def _failure(unit: dict[str, Any], reproduce: Reproduce) -> dict[str, Any]:
     smallest = smallest_failure(unit["results"])
-    line = reproduction(smallest, backend=run.backend, level=run.level, device=run.device)
     return {
         "unit": unit,
         "case": smallest.case,
         "detail": _short(smallest.detail),
         "numbers": format_error(smallest),
-        "line": line,
+        "line": reproduce(smallest),
     }
 
 

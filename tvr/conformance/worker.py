@@ -23,6 +23,8 @@ from tvr.errors import TvrError
 def main() -> None:
     """Run the units that come over the pipe `argv[1]`, and tell of them over `argv[2]`."""
     faulthandler.enable(all_threads=False)  # a segmentation fault says where it was
+    # It would keep notes of the modules it reads in a folder `.hypothesis`, wherever one works.
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.devnull)
     commands, events = (int(number) for number in sys.argv[1:3])
     for pipe in (commands, events):
         os.set_inheritable(pipe, False)  # a compiler that is started must not keep them open
