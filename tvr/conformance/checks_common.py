@@ -10,6 +10,7 @@ import torch
 from tvr.conformance.inputs import make_call
 from tvr.conformance.judge import same_bits
 from tvr.conformance.ledger import Check, CheckFailed
+from tvr.conformance.relations import same, same_outputs
 from tvr.conformance.subject import WRITES, Call
 from tvr.contract import OPS, StepMeta
 
@@ -109,7 +110,7 @@ def check_strided_inputs_are_read_right(backend: Subject, case: Case) -> None:
         slices = place([strided[name] for name in names])
         strided = strided.replace(**dict(zip(names, slices, strict=True)))
         backend.run(strided)
-        _same_outputs(strided, call)
+        same_outputs(backend, "", strided, call)
 
 
 def check_empty_batch_is_accepted(backend: Subject, case: Case) -> None:
@@ -119,7 +120,7 @@ def check_empty_batch_is_accepted(backend: Subject, case: Case) -> None:
     backend.run(_without_tokens(make_call(case, backend.torch_device)))
     again = make_call(case, backend.torch_device)
     backend.run(again)
-    _same_outputs(again, call)
+    same_outputs(backend, "", again, call)
 
 
 def check_runs_are_bit_equal(backend: Subject, case: Case) -> None:
@@ -127,7 +128,7 @@ def check_runs_are_bit_equal(backend: Subject, case: Case) -> None:
     first, second = (make_call(case, backend.torch_device) for _ in range(2))
     backend.run(first)
     backend.run(second)
-    _same_outputs(second, first)
+    same_outputs(backend, "", second, first)
 
 
 def check_nan_row_stays_alone(backend: Subject, case: Case) -> None:
@@ -143,7 +144,7 @@ def check_nan_row_stays_alone(backend: Subject, case: Case) -> None:
     others = [i for i in range(case.num_tokens) if i != bad]
     wanted = written_rows(clean)
     for name, rows in written_rows(call).items():
-        same_bits(f"other rows of {name}", rows[others], wanted[name][others])
+        same(backend, call, f"other rows of {name}", rows[others], wanted[name][others])
 
 
 def check_rows_do_not_depend_on_batch(backend: Subject, case: Case) -> None:
@@ -198,11 +199,6 @@ def _without_tokens(call: Call) -> Call:
         seq_lens_cpu=[],
     )
     return rows_of(call, slice(0, 0)).replace(step=empty)
-
-
-def _same_outputs(found: Call, wanted: Call) -> None:
-    for name, tensor in found.written.items():
-        same_bits(name, tensor, wanted[name])
 
 
 def _several_rows(case: Case) -> bool:

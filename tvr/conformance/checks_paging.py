@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tvr.conformance import pools
-from tvr.conformance.attending import BOTH, PREFILL, is_causal, rows_of, run, same_outputs
-from tvr.conformance.judge import same_bits
+from tvr.conformance.attending import BOTH, PREFILL, is_causal, rows_of, run
 from tvr.conformance.ledger import Check
+from tvr.conformance.relations import same, same_outputs
 from tvr.conformance.sequences import Paging, attention_spec, random_sequences
 
 if TYPE_CHECKING:
@@ -23,13 +23,16 @@ _NAN = float("nan")
 
 
 def check_unused_slots_are_never_read(backend: Subject, case: Case) -> None:
-    """NaN in cache slots past a sequence's end, or in free blocks, changes no bit."""
+    """NaN in cache slots past a sequence's end, or in free blocks, changes nothing."""
     sequences = random_sequences(case)
     clean = run(backend, case, sequences, Paging(k_unused=0.0, v_unused=0.0))
     for k_unused, v_unused in ((0.0, _NAN), (_NAN, 0.0), (_NAN, _NAN)):
         paging = Paging(k_unused=k_unused, v_unused=v_unused)
         same_outputs(
-            f"unused K {k_unused}, V {v_unused}", run(backend, case, sequences, paging), clean
+            backend,
+            f"unused K {k_unused}, V {v_unused}",
+            run(backend, case, sequences, paging),
+            clean,
         )
 
 
@@ -39,16 +42,16 @@ def check_table_past_the_end_is_never_read(backend: Subject, case: Case) -> None
     clean = run(backend, case, sequences)
     for garbage in (-1, 2**31 - 1):
         call = run(backend, case, sequences, Paging(table_end=garbage))
-        same_outputs(f"table ends in {garbage}", call, clean)
+        same_outputs(backend, f"table ends in {garbage}", call, clean)
 
 
 def check_block_order_does_not_matter(backend: Subject, case: Case) -> None:
-    """Renaming the physical blocks, and the table with them, changes no bit."""
+    """Renaming the physical blocks, and the table with them, changes nothing."""
     sequences = random_sequences(case)
     clean = run(backend, case, sequences)
     for seed in (1, 2):
         same_outputs(
-            "blocks renamed", run(backend, case, sequences, Paging(block_seed=seed)), clean
+            backend, "blocks renamed", run(backend, case, sequences, Paging(block_seed=seed)), clean
         )
 
 
@@ -56,11 +59,13 @@ def check_interleaved_cache_is_read_right(backend: Subject, case: Case) -> None:
     """The block stride is arbitrary: K and V of a block may lie side by side."""
     sequences = random_sequences(case)
     clean = run(backend, case, sequences)
-    same_outputs("interleaved", run(backend, case, sequences, Paging(interleaved=True)), clean)
+    same_outputs(
+        backend, "interleaved", run(backend, case, sequences, Paging(interleaved=True)), clean
+    )
 
 
 def check_later_tokens_are_hidden(backend: Subject, case: Case) -> None:
-    """Another last key and value change no bit of the rows before it."""
+    """Another last key and value change nothing in the rows before it."""
     sequences = random_sequences(case)
     clean = run(backend, case, sequences)
     for kv in (*sequences.k, *sequences.v):
@@ -69,11 +74,11 @@ def check_later_tokens_are_hidden(backend: Subject, case: Case) -> None:
     for s, rows in enumerate(rows_of(sequences)):
         earlier = slice(rows.start, max(rows.start, rows.stop - 1))
         what = f"rows before the last of sequence {s}"
-        same_bits(what, call["out"][earlier], clean["out"][earlier])
+        same(backend, call, what, call["out"][earlier], clean["out"][earlier])
 
 
 def check_nan_sequence_stays_alone(backend: Subject, case: Case) -> None:
-    """A sequence of NaN changes no bit of the others."""
+    """A sequence of NaN changes nothing in the others."""
     sequences = random_sequences(case)
     clean = run(backend, case, sequences)
     bad = next(s for s, q_len in enumerate(case.q_lens) if q_len)
@@ -82,7 +87,8 @@ def check_nan_sequence_stays_alone(backend: Subject, case: Case) -> None:
     call = run(backend, case, sequences)
     for s, rows in enumerate(rows_of(sequences)):
         if s != bad:
-            same_bits(f"sequence {s}, another is NaN", call["out"][rows], clean["out"][rows])
+            what = f"sequence {s}, another is NaN"
+            same(backend, call, what, call["out"][rows], clean["out"][rows])
 
 
 def check_block_ids_beyond_16_bits_are_read(backend: Subject, case: Case) -> None:
@@ -112,7 +118,7 @@ def _judge_moved(backend: Subject, case: Case, caches: list[Tensor], block: int)
         out=torch.full_like(near["out"], _NAN),
     )
     backend.run(moved)
-    same_outputs(f"block {block}", moved, near)
+    same_outputs(backend, f"block {block}", moved, near)
 
 
 def _has_neighbours(case: Case) -> bool:

@@ -9,8 +9,9 @@ import torch
 from tvr.conformance import oracle, tolerance
 from tvr.conformance.checks_common import in_wider_rows
 from tvr.conformance.inputs import MAX_POSITION, make_call
-from tvr.conformance.judge import same_bits, within, within_ulps
+from tvr.conformance.judge import within, within_ulps
 from tvr.conformance.ledger import Check, CheckFailed
+from tvr.conformance.relations import same
 
 if TYPE_CHECKING:
     from tvr.conformance.case import Case
@@ -93,7 +94,7 @@ def check_rotation_in_place_is_the_same(backend: Subject, case: Case) -> None:
         call = call.replace(q=q, k=k, q_out=q, k_out=k)
         backend.run(call)
         for name in ("q_out", "k_out"):
-            same_bits(name, call[name], apart[name])
+            same(backend, call, name, call[name], apart[name])
 
 
 def check_int32_positions_are_refused(backend: Subject, case: Case) -> None:
