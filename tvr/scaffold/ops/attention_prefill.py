@@ -27,6 +27,8 @@ BOXES = [
 
 #: Rows worked off at once, so that not all scores [H, n, kv_len] are held.
 TILE_ROWS = 32
+#: Stands for the largest score of a row that sees no key: -inf less itself would be NaN.
+LOWEST = torch.finfo(torch.float32).min
 
 
 def bind(spec: AttentionPrefillSpec) -> BoundOp:
@@ -50,6 +52,11 @@ def bind(spec: AttentionPrefillSpec) -> BoundOp:
         begins = step.cu_seqlens_q.tolist()
         for s, kv_len in enumerate(step.seq_lens_cpu):
             begin, end = begins[s], begins[s + 1]
+            if kv_len == 0:  # padding: no keys at all
+                out[begin:end] = 0
+                if lse is not None:
+                    lse[begin:end] = float("-inf")
+                continue
             used = step.block_table[s, : -(-kv_len // spec.block_size)]  # garbage behind these
             keys, values = (_tokens(cache, used, kv_len) for cache in (k_cache, v_cache))
             first_position = kv_len - (end - begin)
@@ -75,10 +82,12 @@ def _attend(
     """Return the result [n, KVH, G, D] and lse [n, KVH, G] of n rows; zeros and -inf if no key."""
     scores = torch.einsum("nkgd,ktd->nkgt", queries, keys) * scale
     scores = scores.masked_fill(hidden[:, None, None, :], float("-inf"))
-    lse = torch.logsumexp(scores, dim=-1)
-    result = torch.einsum("nkgt,ktd->nkgd", torch.softmax(scores, dim=-1), values)
-    # A row without keys is 0 / 0 in the softmax.
-    return result.masked_fill(lse.isneginf()[..., None], 0), lse
+    largest = scores.amax(dim=-1).clamp_min(LOWEST)
+    weights = torch.exp(scores - largest[..., None])
+    total = weights.sum(dim=-1)
+    result = torch.einsum("nkgt,ktd->nkgd", weights, values) / total[..., None]
+    result = result.masked_fill(total[..., None] == 0, 0)  # without keys it was 0 / 0
+    return result, largest + total.log()
 
 
 def _tokens(cache: Tensor, block_ids: Tensor, kv_len: int) -> Tensor:
