@@ -104,8 +104,8 @@ def test_a_wrong_op_fails_with_its_smallest_case_and_others_are_skipped(site, tm
     )
     assert code == 1, said
     failed = [line for line in said.splitlines() if line.startswith("FAILED ")]
-    assert len(failed) == 1
-    assert "::test_conformance[argmax-lowest_id_wins_ties]" in failed[0]
+    assert any("::test_conformance[argmax-lowest_id_wins_ties]" in line for line in failed)
+    assert not [line for line in failed if "argmax-" not in line]
     assert "smallest failing case: argmax-1x64-" in said
     assert "dtype=float32 vocab_size=64 num_tokens=1 seed=0" in said
     assert (
@@ -221,8 +221,16 @@ def checks_of(backend, **selection):
 def test_every_check_of_an_object_is_a_test_that_passes_or_says_what_is_wrong():
     checks = checks_of(faulty(TIES), ops=["argmax"])
     wrong = checks.pop("argmax-lowest_id_wins_ties")
+    # The fault shows in these too: with a NaN, or where rounding makes the largest logits equal.
+    for also_wrong in ("largest_logit_wins", "nan_row_gives_minus_one"):
+        del checks[f"argmax-{also_wrong}"]
+    num_skipped = 0
     for check in checks.values():
-        check()
+        try:
+            check()
+        except pytest.skip.Exception:  # it would end this test too
+            num_skipped += 1
+    assert len(checks) - num_skipped > 5
     with pytest.raises(pytest.fail.Exception) as failed:
         wrong()
     assert "smallest failing case: argmax-1x64-" in failed.value.msg

@@ -9,7 +9,7 @@ from tvr.conformance.case import LEVELS
 from tvr.errors import ConfigError
 
 #: Cases drawn for each check of each op.
-EXAMPLES = {"smoke": 3, "quick": 10, "full": 40}
+EXAMPLES = {"smoke": 3, "quick": 8, "full": 40}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,8 @@ class Selection:
         cases: names or texts of cases, none drawn; None: those of the level, and drawn ones.
         level: "smoke", "quick" or "full"; each runs the ones before it too.
         seed: of every random number, and of what is drawn.
-        max_examples: cases drawn for each check of each op; None: what the level says.
+        max_examples: cases drawn for each check of each op, and the simplest besides; 0: none;
+            None: what the level says.
     """
 
     ops: tuple[str, ...] | None = None
