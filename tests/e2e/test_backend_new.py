@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_it_writes_a_whole_package_and_says_what_comes_next(tmp_path):
     }
     assert done.stdout.splitlines() == [
         f"wrote {folder}, which serves rope, attention_decode. Next:",
-        f"  pip install -e {folder}",
+        f"  pip install -e '{folder}[test]'",
         "  tvr conformance --backend fast",
         '  tvr run "ROMEO:" --backend fast',
     ]
@@ -61,6 +62,21 @@ def test_names_with_dots_and_dashes_make_a_valid_package(tmp_path):
     assert (tmp_path / "tvr-my-norm.v2" / "tvr_my_norm_v2" / "ops" / "rms_norm.py").is_file()
 
 
+def test_all_stands_for_every_op_and_the_readme_names_the_file_of_each(tmp_path):
+    done = run_here("backend", "new", "every", "--ops", "all", "--dir", tmp_path)
+    assert f"which serves {', '.join(OPS)}. " in done.stdout
+    readme = (tmp_path / "tvr-every" / "README.md").read_text()
+    files = re.findall(r"^   - `(.+)`$", readme, re.MULTILINE)
+    assert files == [f"tvr_every/ops/{op}.py" for op in OPS]
+    assert all((tmp_path / "tvr-every" / file).is_file() for file in files)
+
+
+def test_the_readme_of_one_op_names_its_file_and_no_other(tmp_path):
+    run_here("backend", "new", "fast", "--ops", "rope", "--dir", tmp_path)
+    readme = (tmp_path / "tvr-fast" / "README.md").read_text()
+    assert re.findall(r"tvr_fast/ops/(\w+)\.py", readme) == ["rope", "OP"]
+
+
 def test_an_op_brings_along_the_ops_it_calls(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     install_scaffold(tmp_path, "whole", ["rope_kv_write"])
@@ -69,7 +85,7 @@ def test_an_op_brings_along_the_ops_it_calls(tmp_path, monkeypatch):
 
 
 def test_the_written_sources_keep_to_the_style_of_the_house(tmp_path):
-    run_here("backend", "new", "all", "--ops", ",".join(OPS), "--dir", tmp_path)
+    run_here("backend", "new", "every", "--ops", "all", "--dir", tmp_path)
     for command in (["format", "--check"], ["check", "--select", "E,F,W,B,UP,SIM,RUF,ANN"]):
         done = subprocess.run(
             [sys.executable, "-m", "ruff", *command, "--isolated", "--line-length", "100", "."],
@@ -89,6 +105,11 @@ def test_the_written_sources_keep_to_the_style_of_the_house(tmp_path):
         (["2fast"], "backend name '2fast' is not valid"),
         (["fast-"], "ends in '-'; a package's name must end in a letter or digit"),
         (["auto"], "'auto' means the configured order; take another"),
+        (["all"], "'all' means every op; take another"),
+        (["engine"], "'engine' means the suite's model; take another"),
+        (["a..b"], "'a..b' has two of '-', '_' and '.' in a row"),
+        (["a-_b"], "'a-_b' has two of '-', '_' and '.' in a row"),
+        (["fast", "--ops", "all,rope"], "'all' is not an op"),
         (["torch"], "backend 'torch' is installed already, by tvr"),
         (["triton"], "'triton' is kept for one of tvr's own"),
         (["fast", "--ops", "softmax"], "'softmax' is not an op; ops: rms_norm, "),
@@ -112,6 +133,9 @@ def test_the_name_of_an_installed_backend_or_package_is_refused(tmp_path, monkey
     assert "backend 'taken' is installed already, by other 1.0 (other)" in line
     line = refused_here("backend", "new", "used", "--dir", work)
     assert "a Python package tvr_used is installed already" in line
+    install(site, "tvr-my_norm", entry_points={"other": "other"}, sources={})
+    line = refused_here("backend", "new", "my-norm", "--dir", work)
+    assert "a package tvr-my_norm is installed already; take another name than 'my-norm'" in line
     assert not list(work.iterdir())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import shlex
@@ -31,7 +32,7 @@ def new(
     *,
     ops: Annotated[
         str,
-        typer.Option(metavar="OP,OP,...", help="Ops that it serves, as docs/hooks.md has them."),
+        typer.Option(metavar="OP,OP,...", help="Ops that it serves, or all."),
     ] = "rms_norm",
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", help="Folder to put the package in.")
@@ -39,13 +40,16 @@ def new(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Write the package tvr-NAME, whose ops work and pass the conformance suite as they stand."""
+    from tvr.contract import OPS
     from tvr.scaffold import Package
 
-    package = Package(name, tuple(op.strip() for op in ops.split(",")))
+    asked = tuple(op.strip() for op in ops.split(","))
+    package = Package(name, OPS if asked == ("all",) else asked)
     _refuse_taken(package)
     written = package.write(folder)
     typer.echo(f"wrote {written}, which serves {', '.join(package.ops)}. Next:")
-    typer.echo(f"  pip install -e {shlex.quote(os.path.join(os.curdir, written))}")
+    # Its extra brings what the conformance suite needs beside tvr.
+    typer.echo(f"  pip install -e {shlex.quote(os.path.join(os.curdir, written) + '[test]')}")
     typer.echo(f"  tvr conformance --backend {name}")
     typer.echo(f'  tvr run "ROMEO:" --backend {name}')
 
@@ -60,6 +64,12 @@ def _refuse_taken(package: Package) -> None:
             raise ConfigError(f"backend {package.name!r} is installed already, by {candidate}")
     if package.name in PluginConfig.load().order:
         raise ConfigError(f"backend name {package.name!r} is kept for one of tvr's own")
+    # Also finds a name that differs only in "-", "_" and ".", as pip does.
+    for taken in importlib.metadata.distributions(name=package.distribution):
+        raise ConfigError(
+            f"a package {taken.metadata['Name']} is installed already; take another name than "
+            f"{package.name!r}"
+        )
     if importlib.util.find_spec(package.module) is not None:
         raise ConfigError(
             f"a Python package {package.module} is installed already; take another name than "

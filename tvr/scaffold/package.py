@@ -15,6 +15,9 @@ from tvr.errors import ConfigError
 
 _LINE_LENGTH = 88
 
+#: Words that mean something else where the name of a backend or an op may stand.
+_RESERVED = {"all": "every op", "auto": "the configured order", "engine": "the suite's model"}
+
 #: Names of a template -> where it goes in the package; `$module` is the import package.
 _TEMPLATES = {
     "pyproject.toml": "pyproject.toml",
@@ -52,8 +55,15 @@ class Package:
                 f"backend name {self.name!r} ends in {self.name[-1]!r}; a package's name must end "
                 "in a letter or digit"
             )
-        if self.name == "auto":
-            raise ConfigError("backend name 'auto' means the configured order; take another")
+        if re.search("[-_.]{2}", self.name):
+            raise ConfigError(
+                f"backend name {self.name!r} has two of '-', '_' and '.' in a row; a package's "
+                "name must have letters or digits between them"
+            )
+        if self.name in _RESERVED:
+            raise ConfigError(
+                f"backend name {self.name!r} means {_RESERVED[self.name]}; take another"
+            )
         _check_ops(self.ops)
         object.__setattr__(self, "ops", tuple(op for op in OPS if op in self.ops))
 
@@ -115,7 +125,7 @@ class Package:
             "group": ENTRY_POINT_GROUP,
             "abi": f"({ABI_MAJOR}, {ABI_MINOR})",
             "ops": ", ".join(f"`{op}`" for op in self.ops),
-            "first_op": self.ops[0],
+            "op_files": _op_files(self.module, self.ops),
             "import_contract": _import("tvr.contract", sorted(contract, key=_isort_key)),
             "import_ops": _import(f"{self.module}.ops", sorted(self.ops)),
             "boxes": "\n".join(f'        "{op}": {op}.BOXES,' for op in self.ops),
@@ -141,6 +151,14 @@ def _check_ops(ops: Sequence[str]) -> None:
             raise ConfigError(f"{op!r} is not an op; {known}")
         if ops.count(op) > 1:
             raise ConfigError(f"op {op} is given twice")
+
+
+def _op_files(module: str, ops: Sequence[str]) -> str:
+    """Return where the kernels go: a sentence, or one with a list in Markdown."""
+    if len(ops) == 1:
+        return f"Put your kernel into `{module}/ops/{ops[0]}.py`."
+    files = [f"   - `{module}/ops/{op}.py`" for op in ops]
+    return "\n".join(["Put your kernels into these files, one op each:", "", *files, ""])
 
 
 def _ops_called(text: str) -> list[str]:
