@@ -6,8 +6,8 @@ import importlib.util
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from functools import partial
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from tvr.conformance.suite_run import Facts, SuiteRun
     from tvr.conformance.task import Task
 
-    RunUnit = Callable[[Unit], Iterator[CheckResult]]
+    RunUnits = Callable[[Sequence[Unit]], Iterator[tuple[Unit, list[CheckResult]]]]
 
 EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 def conformance(
@@ -86,6 +87,12 @@ def conformance(
         float | None,
         typer.Option(metavar="S", help="Most seconds for a case before it has hung. Default: 300."),
     ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Child processes that share the work. Default: up to 4; on a GPU 1."
+        ),
+    ] = None,
     debug: options.Debug = False,
 ) -> int:
     """Run the conformance suite over an installed backend.
@@ -108,6 +115,7 @@ def conformance(
             **{"--op": op, "--check": check, "--case": case, "--expect": expect},
             **{"--json": json_file, "--html": html_file, "--in-process": in_process or None},
             **{"--max-examples": max_examples, "--timeout": timeout, "--seed": seed or None},
+            "--jobs": jobs,
             "--level": None if level == "smoke" else level,
         }
         if given := [name for name, value in suite_only.items() if value is not None]:
@@ -122,8 +130,9 @@ def conformance(
         max_examples=max_examples,
     )
     _check_can_draw(selection)
-    if in_process and timeout is not None:
-        raise ConfigError("--timeout ends a child process, and --in-process has none; drop one")
+    for name, value in {"--timeout": timeout, "--jobs": jobs}.items():
+        if in_process and value is not None:
+            raise ConfigError(f"{name} is of child processes, and --in-process has none; drop one")
     expected = [] if expect is None else load_expected(expect)
     _make_room_for(json_file, html_file)
     task = Task(
@@ -132,13 +141,17 @@ def conformance(
         plugins=None if config is None else str(config),
         selection=selection,
     )
-    run = _run(
+    run, num_left = _run(
         task,
         in_process=in_process,
         timeout=timeout,
+        jobs=jobs,
         judge=lambda found: apply_expected(found, expected, all_cases=case is None),
     )
     reproduce = partial(_reproduce, task=task, expect=expect, timeout=timeout)
+    if num_left:
+        print_run(run, reproduce, num_left=num_left)
+        return EXIT_INTERRUPTED
     try:
         if json_file is not None:
             write_json(json_file, run)
@@ -154,8 +167,10 @@ def _run(
     *,
     in_process: bool,
     timeout: float | None,
+    jobs: int | None,
     judge: Callable[[Iterable[CheckResult]], list[CheckResult]],
-) -> SuiteRun:
+) -> tuple[SuiteRun, int]:
+    """Return the run, and how many checks an interrupt left undone."""
     from tvr.cli.progress import suite_bar
     from tvr.conformance.suite import missing_checks, units
     from tvr.conformance.suite_run import SuiteRun
@@ -164,41 +179,49 @@ def _run(
     chosen = units(selection)
     started, began = datetime.now(timezone.utc), time.monotonic()
     options.allow_interrupts()
-    results: list[CheckResult] = []
-    with _suite(task, in_process, timeout) as (facts, run_unit):
+    found: dict[Unit, list[CheckResult]] = {}
+    with _suite(task, in_process, timeout, jobs) as (facts, run_units):
         _refuse_undeclared(facts, selection)
-        with suite_bar(len(chosen)) as report:
+        with suppress(KeyboardInterrupt), suite_bar(len(chosen)) as report:
             num_failed = 0
-            for num_done, unit in enumerate(chosen):
-                doing = f"{unit.op}: {unit.check}"
-                report(num_done, f"{num_failed} failed, {doing}")
-                for result in run_unit(unit):
-                    results.append(result)
-                    num_failed += result.failed
-                    report(num_done, f"{num_failed} failed, {doing}")
-    results += missing_checks(facts.declared, results, selection)
-    return SuiteRun(
+            for unit, results in run_units(chosen):
+                found[unit] = results
+                num_failed += any(result.failed for result in results)
+                report(len(found), f"{num_failed} failed, {unit.op}: {unit.check}")
+    results = [result for unit in chosen for result in found.get(unit, [])]
+    num_left = len(chosen) - len(found)
+    if not num_left:
+        results = judge([*results, *missing_checks(facts.declared, results, selection)])
+    run = SuiteRun(
         **asdict(facts),
         **asdict(selection),
         started=started.isoformat(timespec="seconds"),
         seconds=time.monotonic() - began,
-        results=judge(results),
+        results=results,
     )
+    return run, num_left
 
 
 @contextmanager
-def _suite(task: Task, in_process: bool, timeout: float | None) -> Iterator[tuple[Facts, RunUnit]]:
-    """Yield the facts of the loaded backend, and what runs a unit on it."""
+def _suite(
+    task: Task, in_process: bool, timeout: float | None, jobs: int | None
+) -> Iterator[tuple[Facts, RunUnits]]:
+    """Yield the facts of the loaded backend, and what runs units on it."""
     if in_process:
         from tvr.conformance.suite import run_unit
 
         subject, facts = task.load()
-        yield facts, lambda unit: run_unit(subject, unit, task.selection)
+        yield (
+            facts,
+            lambda chosen: ((u, list(run_unit(subject, u, task.selection))) for u in chosen),
+        )
         return
-    from tvr.conformance.isolate import TIMEOUT_S, IsolatedSuite
+    from tvr.conformance.crew import Crew, default_jobs
+    from tvr.conformance.isolate import TIMEOUT_S
 
-    with IsolatedSuite(task, timeout=TIMEOUT_S if timeout is None else timeout) as suite:
-        yield suite.facts, suite.run
+    jobs = default_jobs(task.device) if jobs is None else jobs
+    with Crew(task, jobs=jobs, timeout=TIMEOUT_S if timeout is None else timeout) as crew:
+        yield crew.facts, crew.run
 
 
 def _reproduce(

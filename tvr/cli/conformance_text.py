@@ -23,14 +23,19 @@ MOST_REASONS = 12
 Reproduce = Callable[[CheckResult], str]
 
 
-def print_run(run: SuiteRun, reproduce: Reproduce) -> None:
+def print_run(run: SuiteRun, reproduce: Reproduce, *, num_left: int = 0) -> None:
     """Print what a run found, the verdict last.
 
     Args:
         run: the run.
         reproduce: returns the shell line that runs a failed case again.
+        num_left: checks that were not run, since the run was interrupted.
     """
-    blocks = [_heading(run), _table(run), _skips(run), *_failures(run, reproduce), verdict(run)]
+    end = verdict(run)
+    if num_left:
+        done = format_counts(run.results)
+        end = f"interrupted: {num_left} checks were not run; {done}; no report was written"
+    blocks = [_heading(run), _table(run), _skips(run), *_failures(run, reproduce), end]
     text_writer()("\n\n".join(block for block in blocks if block) + "\n")
 
 

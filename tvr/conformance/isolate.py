@@ -50,6 +50,7 @@ class IsolatedSuite:
         self._task = task
         self._timeout, self._start_timeout = timeout, start_timeout
         self._broken: str | None = None
+        self._closed = False
         self._child = Child(task, timeout)
         try:
             self.facts: Facts = self._child.facts(self._start_timeout)
@@ -66,6 +67,11 @@ class IsolatedSuite:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child, from whichever thread; a unit that runs then comes to nothing."""
+        self._closed = True
         self._child.kill()
 
     def run(
@@ -92,6 +98,8 @@ class IsolatedSuite:
             except Died as death:
                 num_results += 1
                 yield self._failure(unit, str(death), death.case, death.seconds)
+            if self._closed:
+                return
             self._start_again()
         yield self._failure(unit, f"not run to its end: {self._broken}")
 
@@ -99,6 +107,8 @@ class IsolatedSuite:
         self._child.kill()
         self._child = Child(self._task, self._timeout)
         try:
+            if self._closed:
+                self._child.kill()
             self._child.facts(self._start_timeout)
         except TvrError as error:
             self._broken = f"no new process could be started: {error}"

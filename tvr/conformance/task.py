@@ -21,12 +21,14 @@ class Task:
         device: torch's name of the device.
         plugins: path of a plugins.toml; None: the packaged one.
         selection: what of the suite is run.
+        threads: threads that torch computes with on the CPU; None: as many as it likes.
     """
 
     backend: str
     device: str
     plugins: str | None
     selection: Selection
+    threads: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return this as what JSON can hold."""

@@ -15,6 +15,8 @@ from dataclasses import asdict
 from queue import SimpleQueue
 from typing import Any, TextIO
 
+import torch
+
 from tvr.conformance.suite import Unit, run_unit
 from tvr.conformance.task import Task
 from tvr.errors import TvrError
@@ -50,6 +52,8 @@ def _receive(commands: int, received: SimpleQueue[dict[str, Any]]) -> None:
 
 def _serve(received: SimpleQueue[dict[str, Any]], parent: _Teller) -> None:
     task = Task.from_json(received.get())
+    if task.threads is not None:
+        torch.set_num_threads(task.threads)
     subject, facts = task.load()
     parent.tell(ready=asdict(facts))
     while True:
