@@ -46,6 +46,7 @@ class PaddedRunner:
         self._room = Room(bounds=room.bounds, num_blocks=room.num_blocks + _PLACES - 1)
         self._captured = captured
         self._frame: Frame | None = None
+        self._run: Callable[[], object]
         self._launch: Callable[[], object]
         self._num_calls = 0
 
@@ -71,13 +72,14 @@ class PaddedRunner:
     def _open(self, call: Call) -> Frame:
         frame = Frame(call, self._room)
         self._widest_step = step_of(frame.call)
-        launch = self.binding.prepare(frame.call)
+        # Kept beside its graph, as an engine keeps its weights: a graph knows addresses only, and
+        # packed weights are nobody else's.
+        self._run = launch = self.binding.prepare(frame.call)
+        self._launch = launch
         if self._captured:
             self.binding.plan(self._widest_step)
             graph = graphs.capture(launch, self._backend.torch_device, self._backend.stream)
             self._launch = graph.replay
-        else:
-            self._launch = launch
         return frame
 
     def _planned_step(self, frame: Frame, call: Call) -> StepMeta:
