@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tvr.conformance import CheckResult
-from tvr.conformance.expected import Expected, apply_expected, load_expected
+from tvr.conformance.expected import Expected, apply_expected, load_expected, of_undeclared
 from tvr.errors import ConfigError
 
 OP, CHECK = "rope", "outputs_are_returned"
@@ -68,6 +68,23 @@ def test_an_entry_of_a_check_that_was_not_run_says_nothing():
     assert outcomes([result("passed", check="inputs_are_unchanged")], entry()) == ["passed"]
 
 
+def test_an_entry_of_an_op_that_is_not_declared_is_a_failure_also_where_it_was_not_asked_for():
+    other = replace(result("passed"), op="argmax")
+    (found,) = of_undeclared([entry()], ["argmax"], [other], seed=7)
+    assert found.failed
+    assert (found.op, found.check, found.seed) == (OP, CHECK, 7)
+    assert "rope is not declared; drop the entry" in found.detail
+    assert of_undeclared([entry()], ["argmax", OP], [other], seed=7) == []
+    model = Expected(op="engine", check="decode_equals_longer_prefill", reason="r")
+    assert of_undeclared([model], ["argmax"], [other], seed=7) == []
+
+
+def test_an_entry_of_an_op_that_is_not_declared_fails_once_where_it_was_asked_for():
+    results = apply_expected([result("skipped")], [entry()])
+    assert [r.outcome for r in results] == ["skipped", "failed"]
+    assert of_undeclared([entry()], ["argmax"], results, seed=7) == []
+
+
 def test_where_only_some_cases_were_run_an_entry_need_not_cover_any():
     passed = [result("passed")]
     assert outcomes(passed, entry("rope-b"), all_cases=False) == ["passed"]
@@ -89,8 +106,12 @@ def test_a_file_holds_entries(tmp_path):
         ('op = "rope"\ncheck = "outputs_are_returned"', "reason is missing"),
         ('op = "rope"\ncheck = "outputs_are_returned"\nreason = " "', "reason is ' '"),
         ('op = "rope"\ncheck = "outputs_are_returned"\nreason = 3', "reason is 3"),
-        ('op = "roope"\ncheck = "outputs_are_returned"\nreason = "r"', "known: rms_norm"),
+        (
+            'op = "roope"\ncheck = "outputs_are_returned"\nreason = "r"',
+            "did you mean 'rope'? op 'roope'",
+        ),
         ('op = "rope"\ncheck = "largest_logit_wins"\nreason = "r"', "those that do: declared_"),
+        ('op = "rope"\ncheck = "outputs_returned"\nreason = "r"', "mean 'outputs_are_returned'?"),
         ('op = "rope"\ncheck = "nonsense"\nreason = "r"', "those that do: declared_"),
         ('op = "rope"\nchek = "x"\nreason = "r"', "key 'chek' is not known"),
     ],
@@ -105,7 +126,10 @@ def test_an_entry_that_means_nothing_is_refused_in_one_line(tmp_path, lines, say
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["x =", b"\xff", "expected = 3", "[[expect]]\nop = 'rope'"])
+@pytest.mark.parametrize(
+    "content",
+    ["x =", b"\xff", "expected = 3", "[[expect]]\nop = 'rope'", "", "# none", "expected = []"],
+)
 def test_a_file_that_holds_no_entries_is_refused(tmp_path, content):
     file = tmp_path / "expected.toml"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -85,7 +85,7 @@ def conformance(backend, *options):
 @pytest.fixture(scope="module")
 def failed(site, tmp_path_factory):
     """A run in a child process that finds the fault, and its two reports."""
-    folder = tmp_path_factory.mktemp("reports") / "new"
+    folder = tmp_path_factory.mktemp("reports")
     reports = [folder / "run.json", folder / "run.html"]
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(site)
@@ -233,6 +233,23 @@ def test_an_expected_failure_that_does_not_come_fails_the_run(tmp_path, case):
     assert "drop the entry" in done.stdout
 
 
+def test_an_expected_failure_of_an_op_that_is_not_declared_fails_a_run_of_another_op(tmp_path):
+    file = tmp_path / "expected.toml"
+    file.write_text('[[expected]]\nop = "linear"\ncheck = "outputs_are_returned"\nreason = "r"\n')
+    options = ("--op", "argmax", "--check", "outputs_are_returned", *QUICKLY)
+    done = conformance("faulty", *options, "--expect", file)
+    assert done.returncode == 1
+    assert "but linear is not declared; drop the entry" in done.stdout
+
+
+def test_no_folder_is_made_for_a_report(tmp_path):
+    for option in ("--json", "--html"):
+        file = tmp_path / "new" / "report"
+        line = refused_here("conformance", "--backend", "torch", option, file)
+        assert f"{option} {file}: there is no folder {file.parent}" in line
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_case_may_be_given_by_name_or_written_out():
     text = "dtype=float32 num_heads=1 num_kv_heads=1 head_dim=96 num_tokens=1"
     for case in (CASES[0], text):
@@ -259,7 +276,11 @@ def test_a_case_may_be_given_by_name_or_written_out():
         (["--backend", "torch", "--expect", "nowhere.toml"], "cannot be read"),
         (["--backend", "torch", "--json", "."], "is a folder"),
         (["--backend", "torch", "--json", "/proc/x.json"], "/proc/x.json cannot be written: No"),
-        (["--backend", "torch", "--html", f"{__file__}/x/y"], "cannot be written: Not a directory"),
+        (["--backend", "torch", "--json", "/proc/x/y.json"], "y.json: there is no folder /proc/x"),
+        (["--backend", "torch", "--html", f"{__file__}/x"], f"x: there is no folder {__file__}"),
+        (["--backend", "torch", "--html", "-"], "--html - names no file, and stdout has the table"),
+        (["--backend", "torch", "--op", "argmx"], "did you mean 'argmax'? unknown op 'argmx'"),
+        (["--backend", "torch", "--check", "needles_found"], "did you mean 'needle_is_found'?"),
         (["--backend", "torch", "--json", "x", "--html", "./x"], "both name x"),
         (["--backend", "torch", "--replay", "x", "--seed", "3", "--op", "rope"], "--op, --seed"),
         (["--op", "rope"], "'--backend'"),
@@ -282,6 +303,7 @@ def test_without_hypothesis_one_line_says_what_to_do(monkeypatch):
     )
     line = refused_here("conformance", "--backend", "torch")
     assert "pip install 'tvr[conformance]'" in line
+    assert "pip install -e '.[conformance]'" in line
     assert "--max-examples 0" in line
     options = ("--op", "argmax", "--check", "largest_logit_wins", *QUICKLY)
     assert conformance("faulty", *options).returncode == 0

@@ -100,7 +100,7 @@ def conformance(
     Exit code 0 only if every declared op that was asked for was checked and passed.
     """
     from tvr.cli.conformance_text import print_run
-    from tvr.conformance.expected import apply_expected, load_expected
+    from tvr.conformance.expected import apply_expected, load_expected, of_undeclared
     from tvr.conformance.report_html import write_html
     from tvr.conformance.report_json import write_json
     from tvr.conformance.selection import Selection
@@ -134,7 +134,7 @@ def conformance(
         if in_process and value is not None:
             raise ConfigError(f"{name} is of child processes, and --in-process has none; drop one")
     expected = [] if expect is None else load_expected(expect)
-    _make_room_for(json_file, html_file)
+    _check_can_write({"--json": json_file, "--html": html_file})
     task = Task(
         backend=backend,
         device=device,
@@ -152,6 +152,7 @@ def conformance(
     if num_left:
         print_run(run, reproduce, num_left=num_left)
         return EXIT_INTERRUPTED
+    run.results.extend(of_undeclared(expected, run.declared, run.results, seed=seed))
     try:
         if json_file is not None:
             write_json(json_file, run)
@@ -253,28 +254,32 @@ def _listed(values: list[str] | None) -> tuple[str, ...] | None:
 def _check_can_draw(selection: Selection) -> None:
     if selection.examples and importlib.util.find_spec("hypothesis") is None:
         raise ConfigError(
-            "hypothesis draws the cases, and is not installed; pip install 'tvr[conformance]', or "
-            "use --max-examples 0"
+            "hypothesis draws the cases, and is not installed; pip install 'tvr[conformance]', in "
+            "a clone pip install -e '.[conformance]', or use --max-examples 0"
         )
 
 
-def _make_room_for(*reports: Path | None) -> None:
-    """Make the folders of reports, and see that they can be written, before the work."""
-    files = [file for file in reports if file is not None]
-    if len({file.absolute() for file in files}) < len(files):
-        raise ConfigError(f"--json and --html both name {files[0]}; give each a file of its own")
-    for file in files:
+def _check_can_write(reports: dict[str, Path | None]) -> None:
+    """See that the reports, by their options, can be written, before the work."""
+    files = {option: file for option, file in reports.items() if file is not None}
+    if len({file.absolute() for file in files.values()}) < len(files):
+        name = next(iter(files.values()))
+        raise ConfigError(f"{' and '.join(files)} both name {name}; give each a file of its own")
+    for option, file in files.items():
+        if str(file) == "-":
+            raise ConfigError(f"{option} - names no file, and stdout has the table; name a file")
         if file.is_dir():
-            raise ConfigError(f"the report {file} is a folder; name a file")
+            raise ConfigError(f"{option} {file} is a folder; name a file in it")
+        if not file.parent.is_dir():
+            raise ConfigError(f"{option} {file}: there is no folder {file.parent}")
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
             is_new = not file.exists()
             if is_new or file.is_file():  # a pipe would end
                 file.open("ab").close()
             if is_new:
                 file.unlink()
         except OSError as e:
-            raise ConfigError(f"the report {file} cannot be written: {e.strerror}") from e
+            raise ConfigError(f"{option} {file} cannot be written: {e.strerror}") from e
 
 
 def _refuse_undeclared(facts: Facts, selection: Selection) -> None:

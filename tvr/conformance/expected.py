@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,6 +11,8 @@ from typing import Any
 
 from tvr.conformance.ledger import EXPECTED, FAILED, SKIPPED, CheckResult
 from tvr.conformance.registry import CHECKS, SUBJECTS
+from tvr.conformance.selection import shortened, suggestion
+from tvr.contract import OPS
 from tvr.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -46,12 +48,13 @@ class Expected:
         known = [check.name for check in CHECKS if self.op in check.ops]
         if self.op not in SUBJECTS:
             raise ConfigError(
-                f"expected failure: op {self.op!r} is not known; known: {', '.join(SUBJECTS)}"
+                f"expected failure: {suggestion(self.op, SUBJECTS)}op {self.op!r} is not known; "
+                f"known: {shortened(SUBJECTS)}"
             )
         if self.check not in known:
             raise ConfigError(
-                f"expected failure: no check {self.check!r} judges {self.op}; those that do: "
-                f"{', '.join(known)}"
+                f"expected failure: {suggestion(self.check, known)}no check {self.check!r} judges "
+                f"{self.op}; those that do: {shortened(known)}"
             )
 
     def covers(self, result: CheckResult) -> bool:
@@ -76,6 +79,8 @@ def load_expected(path: str | Path) -> list[Expected]:
     entries = content.pop("expected", [])
     if content or not isinstance(entries, list):
         raise ConfigError(f"{path} must hold [[expected]] tables and nothing else")
+    if not entries:
+        raise ConfigError(f"{path} holds no [[expected]] table; write one, or drop the file")
     return [_entry(f"{path}, entry {i}", entry) for i, entry in enumerate(entries, start=1)]
 
 
@@ -103,17 +108,38 @@ def apply_expected(
                 f"expected to fail on {entry.case!r} ({entry.reason}), but no such case was run; "
                 "drop the entry"
             )
-            judged.append(
-                CheckResult(
-                    check=entry.check,
-                    op=entry.op,
-                    case="",
-                    outcome=FAILED,
-                    detail=detail,
-                    seed=asked[0].seed,
-                )
-            )
+            judged.append(_unmet(entry, detail, asked[0].seed))
     return judged
+
+
+def of_undeclared(
+    entries: Iterable[Expected],
+    declared: Collection[str],
+    results: Iterable[CheckResult],
+    *,
+    seed: int,
+) -> list[CheckResult]:
+    """Return a failure for each entry of an undeclared op: no run can ever meet it.
+
+    Args:
+        entries: the failures expected.
+        declared: the ops that the backend declares.
+        results: those of a run, after `apply_expected`, which has judged entries of its checks.
+        seed: of the run.
+    """
+    judged = {(result.op, result.check) for result in results}
+    why = "but {} is not declared; drop the entry"
+    return [
+        _unmet(entry, f"expected to fail ({entry.reason}), {why.format(entry.op)}", seed)
+        for entry in entries
+        if entry.op in OPS and entry.op not in declared and (entry.op, entry.check) not in judged
+    ]
+
+
+def _unmet(entry: Expected, detail: str, seed: int) -> CheckResult:
+    return CheckResult(
+        check=entry.check, op=entry.op, case="", outcome=FAILED, detail=detail, seed=seed
+    )
 
 
 def _judged(result: CheckResult, entries: Sequence[Expected]) -> CheckResult:

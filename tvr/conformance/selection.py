@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvr.conformance.case import LEVELS
 from tvr.errors import ConfigError
 
+#: Names that a message spells out; of a longer list it has the first few.
+NAMED, FIRST_FEW = 12, 3
 #: Cases drawn for each check of each op.
 EXAMPLES = {"smoke": 3, "quick": 8, "full": 40}
 
@@ -52,7 +55,23 @@ class Selection:
 
 
 def refuse_unknown(what: str, asked: Sequence[str], known: Sequence[str]) -> None:
-    """Raise a ConfigError that lists what is known, if anything asked for is not."""
-    unknown = [value for value in asked if value not in known]
-    if unknown:
-        raise ConfigError(f"conformance: unknown {what} {unknown[0]!r}; known: {', '.join(known)}")
+    """Raise a ConfigError that says what is known, if anything asked for is not."""
+    for value in asked:
+        if value not in known:
+            raise ConfigError(
+                f"conformance: {suggestion(value, known)}unknown {what} {value!r}; known: "
+                f"{shortened(known)}"
+            )
+
+
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """Return "did you mean 'rope'? ", the known name that is nearest; "": none is near."""
+    return "".join(f"did you mean {near!r}? " for near in difflib.get_close_matches(name, known, 1))
+
+
+def shortened(known: Sequence[str]) -> str:
+    """Return the names with commas between; of a long list the first few, and where all are."""
+    if len(known) <= NAMED:
+        return ", ".join(known)
+    more = len(known) - FIRST_FEW
+    return f"{', '.join(known[:FIRST_FEW])} and {more} more; docs/conformance.md lists all checks"

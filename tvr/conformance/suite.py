@@ -160,7 +160,8 @@ def _judge_drawn() -> Callable[..., CheckResult]:
         if e.name != "hypothesis":
             raise
         raise ConfigError(
-            "conformance: cases are drawn by hypothesis, which is not installed; "
-            "pip install 'tvr[conformance]', or ask for max_examples 0"
+            "conformance: hypothesis draws the cases, and is not installed; pip install "
+            "'tvr[conformance]', in a clone pip install -e '.[conformance]', or ask for "
+            "max_examples 0"
         ) from e
     return judge_drawn
