@@ -67,6 +67,33 @@ def stores_a_lone_row_of_v_twice(right, spec, a):
     return result
 
 
+def forgets_rows_from_2048_on(right, spec, a):
+    """As one launch of so many rows would."""
+    result = right()
+    for out in result if isinstance(result, tuple) else (result,):
+        out[2048:] = 0
+    return result
+
+
+def forgets_slots_from_2048_on(right, spec, a):
+    slots = a["slot_mapping"].clone()
+    slots[2048:] = -1
+    return right(slot_mapping=slots)
+
+
+def forgets_sequences_from_255_on(right, spec, a):
+    out = right()
+    out[255:] = 0
+    return out
+
+
+def takes_nan_for_zero(right, spec, a):
+    result = right()
+    for out in result if isinstance(result, tuple) else (result,):
+        out.nan_to_num_(0.0)
+    return result
+
+
 FAULTS = [
     Fault("outputs_are_returned", "rms_norm", returns_a_copy),
     Fault("inputs_are_unchanged", "silu_mul", scribbles_on_its_input),
@@ -81,4 +108,27 @@ FAULTS = [
     Fault("strided_inputs_are_read_right", "rope", takes_rows_of_q_and_k_for_apart),
     Fault("nan_row_stays_alone", "kv_write", stores_nothing_beside_a_nan),
     Fault("rows_do_not_depend_on_batch", "kv_write", stores_a_lone_row_of_v_twice),
+    *(
+        Fault("nan_row_stays_alone", op, takes_nan_for_zero)
+        for op in ("rms_norm", "add_rms_norm", "rope", "rope_kv_write", "silu_mul", "linear")
+    ),
+    *(
+        Fault(check, op, forgets_rows_from_2048_on, level="quick")
+        for op, check in {
+            "rms_norm": "norm_rounds_where_declared",
+            "add_rms_norm": "sum_is_rounded_before_the_norm",
+            "rope": "rotation_is_rounded_once",
+            "rope_kv_write": "rotation_is_rounded_once",
+            "silu_mul": "gate_comes_first",
+            "linear": "product_matches_oracle",
+            "argmax": "largest_logit_wins",
+        }.items()
+    ),
+    *(
+        Fault("rows_are_stored_bit_equal", op, forgets_slots_from_2048_on, level="quick")
+        for op in ("kv_write", "rope_kv_write")
+    ),
+    Fault(
+        "output_matches_oracle", "attention_decode", forgets_sequences_from_255_on, level="quick"
+    ),
 ]

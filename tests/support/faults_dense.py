@@ -48,6 +48,28 @@ def accumulates_in_the_activation_dtype(right, spec, a):
     return a["out"].copy_(total if bias is None else total + bias)
 
 
+def _adds_rounded_sums_of(columns):
+    """Splits the columns in two and rounds both sums before it adds them."""
+
+    def fault(right, spec, a):
+        weight, bias = a["packed"]
+        x, weight = a["x"].float(), weight[: spec.out_features, : spec.in_features].float()
+        total = torch.zeros_like(a["out"])
+        for part in columns(torch.arange(spec.in_features)):
+            total += (x[:, part] @ weight[:, part].t()).to(total.dtype)
+        return a["out"].copy_(total if bias is None else total + bias[: spec.out_features])
+
+    return fault
+
+
+def adds_rounded_sums_of_halves(right, spec, a):
+    return _adds_rounded_sums_of(lambda columns: columns.chunk(2))(right, spec, a)
+
+
+def adds_rounded_sums_of_every_other(right, spec, a):
+    return _adds_rounded_sums_of(lambda columns: (columns[::2], columns[1::2]))(right, spec, a)
+
+
 def adds_the_bias_to_the_rounded_product(right, spec, a):
     weight, bias = a["packed"]
     out = right(packed=(weight, None))
@@ -63,5 +85,7 @@ FAULTS = [
     Fault("lowest_id_wins_ties", "argmax", takes_the_last_of_equals),
     Fault("nan_row_gives_minus_one", "argmax", takes_nan_for_the_largest),
     Fault("product_matches_oracle", "linear", accumulates_in_the_activation_dtype),
+    Fault("partial_sums_are_not_rounded", "linear", adds_rounded_sums_of_halves),
+    Fault("partial_sums_are_not_rounded", "linear", adds_rounded_sums_of_every_other),
     Fault("bias_is_added_before_rounding", "linear", adds_the_bias_to_the_rounded_product),
 ]

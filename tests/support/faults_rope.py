@@ -88,6 +88,18 @@ def leaves_unwritten_rows_as_they_are(right, spec, a):
     return a["q_out"], a["k_out"]
 
 
+def ends_its_table_at_position_8191(right, spec, a):
+    return right(positions=a["positions"].clamp(max=8191))
+
+
+def keeps_positions_in_16_bits(right, spec, a):
+    return right(positions=a["positions"].short().long() % len(a["cos_sin_cache"]))
+
+
+def keeps_positions_in_16_bits_without_a_sign(right, spec, a):
+    return right(positions=a["positions"] & 0xFFFF)
+
+
 FAULTS = [
     Fault("rotation_is_rounded_once", "rope", counts_positions_from_zero),
     Fault("rotation_is_rounded_once", "rope", is_two_ulps_off_in_one_place),
@@ -97,6 +109,10 @@ FAULTS = [
     Fault("rotation_in_place_is_the_same", "rope", reads_a_half_already_written),
     Fault("int32_positions_are_refused", "rope", takes_any_positions),
     Fault("positions_are_those_given", "rope", restarts_positions_in_each_chunk),
+    Fault("far_positions_are_looked_up", "rope", ends_its_table_at_position_8191),
+    Fault("far_positions_are_looked_up", "rope_kv_write", ends_its_table_at_position_8191),
+    Fault("far_positions_are_looked_up", "rope", keeps_positions_in_16_bits),
+    Fault("far_positions_are_looked_up", "rope", keeps_positions_in_16_bits_without_a_sign),
     Fault("rotation_is_rounded_once", "rope", turns_by_angles_of_its_own),
     Fault("angles_come_from_inside_the_table", "rope", blends_in_nothing_of_the_next_row),
     Fault("inverse_angles_undo_the_rotation", "rope", takes_every_sine_for_positive),

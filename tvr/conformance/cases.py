@@ -102,12 +102,8 @@ _DECODES: dict[str, dict[str, tuple[int, ...]]] = {
     "quick": {
         "ragged": (513, 2, 255, 1025),
         "tile-edges": tuple(2**i + step for i in range(6, 11) for step in (-1, 0, 1)),
-        "batch-64": tuple(1 + 7 * s % 130 for s in range(64)),
     },
-    "full": {
-        "long": (4090, 1, 15, 16, 17, 8192),
-        "batch-256": tuple(5 * s % 67 for s in range(256)),
-    },
+    "full": {"long": (4090, 1, 15, 16, 17, 8192)},
 }
 # Prefill: (q_lens, kv_lens). Whole prompts, chunks behind a prefix, single rows, padding rows, more
 # rows than keys.
@@ -149,6 +145,12 @@ _FIELDS: dict[str, dict[str, dict[str, object]]] = {
         "window-in-splits": {"window": 20, "softcap": 30.0, "max_splits": 2},
     },
 }
+# Far more rows than a tile, a launch or a scratch buffer may have been made for, and one more.
+_MANY_ROWS = 2049
+_BATCHES = {
+    "batch-64": tuple(1 + 7 * s % 130 for s in range(64)),
+    "batch-256": tuple(5 * s % 37 for s in range(256)),
+}
 _KV_DTYPES = ("float16", "bfloat16")  # of a cache below fp32
 
 
@@ -156,7 +158,11 @@ _KV_DTYPES = ("float16", "bfloat16")  # of a cache below fp32
 def _cases_of(op: str) -> tuple[Case, ...]:
     """Return all named cases of `op`."""
     every = itertools.chain(
-        _row_cases(), _token_cases(), _attention_cases(), _batch_invariant_cases()
+        _row_cases(),
+        _token_cases(),
+        _attention_cases(),
+        _batch_invariant_cases(),
+        _many_rows_cases(),
     )
     return tuple(case for case in every if case.op == op)
 
@@ -276,6 +282,29 @@ def _batch_invariant_cases() -> Iterator[Case]:
         yield _decode(shape, "invariant", "smoke", (33, 0, 40, 36))
         prefill = AttentionPrefillSpec(**shape)
         yield _case(prefill, "invariant", q_lens=(3, 17, 5), kv_lens=(33, 17, 2))
+
+
+def _many_rows_cases() -> Iterator[Case]:
+    """Narrow ones, each op in one dtype at "quick": what is left out shows in any."""
+    for dtype in DTYPES:
+        own: dict[str, Any] = {"dtype": dtype}
+        paged: dict[str, Any] = {"num_kv_heads": 1, "head_dim": 64, "block_size": 16}
+        specs: list[OpSpec] = [
+            RmsNormSpec(**own, hidden_size=72),
+            AddRmsNormSpec(**own, hidden_size=72),
+            RopeSpec(**own, num_heads=1, num_kv_heads=1, head_dim=64),
+            KvWriteSpec(**own, **paged),
+            RopeKvWriteSpec(**own, num_heads=1, **paged),
+            SiluMulSpec(**own, intermediate_size=72),
+            LinearSpec(**own, in_features=72, out_features=40),
+            ArgmaxSpec(**own, vocab_size=130),
+        ]
+        for i, spec in enumerate(specs):
+            level = _by_turns(i, dtype, "quick")
+            yield _case(spec, f"{_MANY_ROWS}-rows", level=level, num_tokens=_MANY_ROWS)
+        for i, (detail, kv_lens) in enumerate(_BATCHES.items()):
+            level = _by_turns(i, dtype, "quick")
+            yield _decode(_shape(dtype, 6, 3, 64, 16), detail, level, kv_lens)
 
 
 def _both(

@@ -132,7 +132,7 @@ def check_runs_are_bit_equal(backend: Subject, case: Case) -> None:
 
 
 def check_nan_row_stays_alone(backend: Subject, case: Case) -> None:
-    """A row of NaN leaves every other row as it is without it."""
+    """A row of NaN gives NaN, and leaves every other row as it is without it."""
     clean = make_call(case, backend.torch_device)
     backend.run(clean)
     call = make_call(case, backend.torch_device)
@@ -145,6 +145,8 @@ def check_nan_row_stays_alone(backend: Subject, case: Case) -> None:
     wanted = written_rows(clean)
     for name, rows in written_rows(call).items():
         same(backend, call, f"other rows of {name}", rows[others], wanted[name][others])
+        if rows.is_floating_point() and not rows[bad].isnan().all():
+            raise CheckFailed(f"row {bad} of {name}: holds numbers, where all inputs are NaN")
 
 
 def check_rows_do_not_depend_on_batch(backend: Subject, case: Case) -> None:

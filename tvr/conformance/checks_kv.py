@@ -88,7 +88,7 @@ def _judge_moved(backend: Subject, case: Case, caches: list[Tensor], block: int)
     backend.run(call)
     for cache, (name, before) in zip(caches, small.items(), strict=True):
         rows = call.args.get("k_out", call["k"]) if name == "k_cache" else call["v"]
-        wanted = _with_rows(before, rows.cpu(), (size + offsets).tolist())
+        wanted = _with_rows(before, rows.cpu(), size + offsets.cpu())
         same_bits(f"{name}, blocks 0 and {block}", cache[[0, block]], wanted)
 
 
@@ -107,17 +107,17 @@ def _run_and_judge(backend: Subject, call: Call) -> None:
     backend.run(call)
     rotated = call.args.get("k_out")
     k = call["k"] if rotated is None else rotated
-    slots = call["slot_mapping"].tolist()
+    slots = call["slot_mapping"].cpu()
     same_bits("k_cache", call["k_cache"], _with_rows(before["k_cache"], k.cpu(), slots))
     same_bits("v_cache", call["v_cache"], _with_rows(before["v_cache"], call["v"].cpu(), slots))
 
 
-def _with_rows(cache: Tensor, rows: Tensor, slots: list[int]) -> Tensor:
-    """Return the cache with row t in slot slots[t]: the layout, written out."""
+def _with_rows(cache: Tensor, rows: Tensor, slots: Tensor) -> Tensor:
+    """Return the cache with row t in slot slots[t], if that is not -1: the layout, written out."""
     block_size = cache.shape[2]
-    for row, slot in zip(rows, slots, strict=True):
-        if slot >= 0:
-            cache[slot // block_size, :, slot % block_size] = row.to(cache.dtype)
+    kept = slots >= 0
+    slots = slots[kept]
+    cache[slots // block_size, :, slots % block_size] = rows[kept].to(cache.dtype)
     return cache
 
 

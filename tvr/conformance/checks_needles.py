@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tvr.conformance import tolerance
+from tvr.conformance import oracle, tolerance
 from tvr.conformance.attending import BOTH, is_causal, rows_of, run
 from tvr.conformance.judge import within
 from tvr.conformance.ledger import Check
@@ -178,7 +178,7 @@ def _judge(
     note: Callable[[int], str] = lambda s: "",
 ) -> None:
     """Run, and compare the rows and heads whose answer is known; `note(s)` tells of sequence s."""
-    out = run(backend, case, sequences)["out"].cpu().double()
+    spec, out = attention_spec(case), run(backend, case, sequences)["out"].cpu().double()
     for s, rows in enumerate(rows_of(sequences)):
         kv_len = len(sequences.k[s])
         if kv_len == 0:
@@ -192,8 +192,21 @@ def _judge(
         limits = torch.maximum(
             limit * exact.abs().amax(-1, keepdim=True), tolerance.ulp(exact, case.spec.dtype)
         )
+        found = out[rows].where(known, 0.0)
+        if case.spec.dtype == "float32" and not ((found - exact).abs() <= limits).all():
+            # Sums of a thousand equal weights may all be off to the same side.
+            plain = _plain(spec, sequences, s).where(known, 0.0)
+            error = (plain - exact).abs().max().item()
+            largest = tolerance.max_error_limit("float32", error, exact.abs().max().item())
+            limits = limits.clamp_min(largest)
         what = f"sequence {s} of {kv_len} keys{note(s)}"
-        within(what, out[rows].where(known, 0.0), exact, limits, "must be exact")
+        within(what, found, exact, limits, "must be exact")
+
+
+def _plain(spec: AttentionSpec, sequences: Sequences, s: int) -> Tensor:
+    """Return what a plain program in the case's dtype makes of sequence s."""
+    q, k, v = sequences.q[s], sequences.k[s], sequences.v[s]
+    return oracle.low_precision_attention(spec, sequences.scale, q, k, v).double()
 
 
 def _sees_all(case: Case) -> bool:

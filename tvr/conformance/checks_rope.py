@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
 from tvr.conformance import oracle, tolerance
 from tvr.conformance.checks_common import in_wider_rows
-from tvr.conformance.inputs import MAX_POSITION, make_call
+from tvr.conformance.inputs import MAX_POSITION, cos_sin_cache, make_call
 from tvr.conformance.judge import within, within_ulps
 from tvr.conformance.ledger import Check, CheckFailed
 from tvr.conformance.relations import same
+from tvr.contract import RopeSpec
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tvr.conformance.case import Case
     from tvr.conformance.subject import Call, Subject
+
+# Where tables, and numbers of 16 bits, with a sign and without, end; and the longest context's end.
+_FAR = (8191, 8192, 32767, 32768, 65535, 65536, 131071, 0)
+_FAR_ROTARY_DIM = 64  # of the one table kept: 32 MiB
 
 
 def check_rotation_is_rounded_once(backend: Subject, case: Case) -> None:
@@ -35,6 +43,17 @@ def check_positions_are_those_given(backend: Subject, case: Case) -> None:
         call["positions"].copy_(positions)
         backend.run(call)
         _judge(call)
+
+
+def check_far_positions_are_looked_up(backend: Subject, case: Case) -> None:
+    """Positions go up to 131,071: around 8,192, 32,768 and 65,536 each finds its own angles."""
+    n = case.num_tokens
+    for start in range(0, len(_FAR), n):
+        positions = [_FAR[(start + i) % len(_FAR)] for i in range(n)]
+        call = make_call(case, backend.torch_device)
+        call["positions"].copy_(torch.tensor(positions))
+        backend.run(call.replace(cos_sin_cache=_far_table(backend.torch_device)))
+        _judge(call.replace(cos_sin_cache=_far_table(torch.device("cpu"))))
 
 
 def check_angles_come_from_inside_the_table(backend: Subject, case: Case) -> None:
@@ -108,6 +127,18 @@ def check_int32_positions_are_refused(backend: Subject, case: Case) -> None:
     raise CheckFailed("int32 positions were accepted")
 
 
+@cache
+def _far_table(device: torch.device) -> Tensor:
+    """Return the angles of all far positions, to be read only."""
+    return cos_sin_cache(_FAR_ROTARY_DIM, max(_FAR) + 1).to(device)
+
+
+def _turns_far_channels(case: Case) -> bool:
+    spec = case.spec
+    assert isinstance(spec, RopeSpec)
+    return (spec.rotary_dim or spec.head_dim) == _FAR_ROTARY_DIM
+
+
 def _judge(call: Call) -> None:
     positions, table = call["positions"].cpu(), call["cos_sin_cache"].cpu()
     for name in ("q", "k"):
@@ -121,6 +152,7 @@ _ROPES = ("rope", "rope_kv_write")
 CHECKS = (
     Check(run=check_rotation_is_rounded_once, ops=_ROPES),
     Check(run=check_positions_are_those_given, ops=_ROPES),
+    Check(run=check_far_positions_are_looked_up, ops=_ROPES, applies=_turns_far_channels),
     Check(run=check_angles_come_from_inside_the_table, ops=_ROPES),
     Check(run=check_inverse_angles_undo_the_rotation, ops=_ROPES),
     Check(run=check_pairs_are_half_split, ops=_ROPES),

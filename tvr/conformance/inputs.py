@@ -78,8 +78,8 @@ def make_call(case: Case, device: torch.device) -> Call:
     return Call(spec=case.spec, args=args)
 
 
-def cos_sin_cache(rotary_dim: int) -> Tensor:
-    """Return the table [MAX_POSITION, rotary_dim] fp32: cos half, then sin half.
+def cos_sin_cache(rotary_dim: int, max_position: int = MAX_POSITION) -> Tensor:
+    """Return the table [max_position, rotary_dim] fp32: cos half, then sin half.
 
     The slower half of the frequencies is scaled down, as long-context checkpoints do: an op that
     makes angles of its own, from a theta, differs.
@@ -87,7 +87,7 @@ def cos_sin_cache(rotary_dim: int) -> Tensor:
     pair = torch.arange(rotary_dim // 2, dtype=torch.float64)
     frequency = _ROPE_THETA ** (-2 * pair / rotary_dim)
     frequency[rotary_dim // 4 :] /= _ROPE_FACTOR
-    angle = torch.arange(MAX_POSITION, dtype=torch.float64).unsqueeze(1) * frequency
+    angle = torch.arange(max_position, dtype=torch.float64).unsqueeze(1) * frequency
     return torch.cat([angle.cos(), angle.sin()], dim=1).float()
 
 

@@ -66,6 +66,23 @@ def small_frobenius(what: str, found: Tensor, wanted: Tensor, limit: float) -> N
         )
 
 
+def small_frobenius_in_rows(
+    what: str, found: Tensor, wanted: Tensor, limit: float, slack: Tensor
+) -> None:
+    """Refuse a row [T, N] with a Frobenius error above `limit` of its own size plus slack [T]."""
+    error = torch.linalg.vector_norm(found.cpu().double() - wanted, dim=-1)
+    size = torch.linalg.vector_norm(wanted, dim=-1)
+    allowed = limit * size + slack
+    _note_worst(error, allowed)
+    wrong = ~(error <= allowed)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise CheckFailed(
+            f"row {row} of {what}: Frobenius error {error[row].item():.3g}, at most "
+            f"{allowed[row].item():.3g}; {int(wrong.sum())} of {len(wrong)} rows are off"
+        )
+
+
 def _note_worst(error: Tensor, limit: Tensor) -> None:
     """Note the element that comes nearest to its limit, or goes furthest over it."""
     if error.numel():

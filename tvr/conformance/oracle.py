@@ -40,7 +40,7 @@ def rms_norm(
 def rope(x: Tensor, positions: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
     """Return x [T, heads, D] rotated, fp64, and the size of the terms that were added."""
     half = cos_sin_cache.shape[1] // 2
-    angles = cos_sin_cache.double()[positions].unsqueeze(1)  # [T, 1, rotary_dim]
+    angles = cos_sin_cache[positions].double().unsqueeze(1)  # [T, 1, rotary_dim]
     cos, sin = angles[..., :half], angles[..., half:]
     exact = x.double()
     a, b, rest = exact[..., :half], exact[..., half : 2 * half], exact[..., 2 * half :]

@@ -24,6 +24,11 @@ SMALLEST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
 #: already shows above 0.5, where a limit on the largest error misses it.
 FROBENIUS_EPS = 0.5
 
+#: Linear, besides: an error of this times the terms' absolute values, summed. Where they cancel the
+#: result is small, but fp32 rounds while sums are large. It is a hundredth of what half precision
+#: is allowed for 4,096 terms, and no more than fp32 is for 2,048.
+LINEAR_SLACK = 2.0**-23
+
 #: The same in fp32 (with TF32 off), where the order of summation matters more than the rounding:
 #: this many eps up to `FP32_TERMS` terms, growing with the root of their number from there.
 FP32_FROBENIUS_EPS = 32.0
