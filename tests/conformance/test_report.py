@@ -15,7 +15,7 @@ from tvr import __version__
 from tvr.conformance.case import parse_case
 from tvr.conformance.cases import cases
 from tvr.conformance.ledger import CheckResult
-from tvr.conformance.registry import CHECKS
+from tvr.conformance.registry import CHECKS, SUBJECTS
 from tvr.conformance.report import (
     format_counts,
     format_failure,
@@ -131,6 +131,20 @@ def test_a_failure_tells_its_numbers_its_line_and_a_few_of_the_others():
     assert "reproduce: the line" in text
     assert text.count("also failing: ") == 8
     assert text.endswith(f"and {len(failed) - 9} more")
+
+
+# --- the documents ----------------------------------------------------------------------------
+
+
+def test_the_page_lists_every_check_with_its_ops_and_its_claim():
+    lines = ["| check | of | claim |", "| --- | --- | --- |"]
+    for check in CHECKS:
+        ops = [op for op in SUBJECTS if op in check.ops]
+        named = "every op" if ops == list(OPS) else ", ".join(f"`{op}`" for op in ops)
+        lines.append(f"| `{check.name}` | {named} | {check.claim} |")
+    right = "\n".join(lines)
+    listed = DOCS.read_text().split("<!-- checks -->")[1].split("<!-- /checks -->")[0].strip()
+    assert listed == right, f"put this between <!-- checks --> and <!-- /checks -->:\n{right}"
 
 
 # --- JSON -------------------------------------------------------------------------------------
