@@ -7,13 +7,23 @@ import math
 import pytest
 import torch
 
-from tvr.conformance import oracle, tolerance
+from support.fault import Fault, faulty
+from tvr.backends.torch_ref import plugin
+from tvr.conformance import check_backend, format_results, oracle, tolerance
 from tvr.conformance.case import Case
 from tvr.conformance.judge import between, small_frobenius, within
 from tvr.conformance.ledger import CheckFailed
 from tvr.conformance.sequences import random_sequences
 from tvr.contract import DTYPES, AttentionDecodeSpec
 
+#: A product of eight terms of which some rows cancel nearly all.
+CANCELLING = "dtype=float32 in_features=8 out_features=1 num_tokens=143 seed=0"
+ONE_COLUMN = "dtype={dtype} in_features=576 out_features=1 num_tokens=70 seed=3"
+#: A mean whose equal weights, of one over a thousand and some, all round to the same side.
+LONG_MEAN = (
+    "dtype=float32 num_heads=2 num_kv_heads=1 head_dim=64 block_size=16 q_lens={q_lens} "
+    "kv_lens=1025,4097,1000"
+)
 HALF = ["float16", "bfloat16"]
 KV_LEN = 8192
 
@@ -117,3 +127,59 @@ def norm_case(dtype, rounding):
         oracle.rms_norm(x, weight, 1e-5, rounding, relative_error=e) for e in (-error, 0.0, error)
     )
     return (low, high), wanted
+
+
+def drops_the_last_term(right, spec, a):
+    weight, bias = a["packed"]
+    return right(x=a["x"][:, :-1], packed=(weight[:, :-1], bias))
+
+
+def outcomes(backend, op, checks, case):
+    results = check_backend(backend, ops=[op], checks=checks, cases=[case])
+    assert {r.check for r in results} == set(checks)
+    return results
+
+
+@pytest.mark.parametrize("case", [CANCELLING, *(ONE_COLUMN.format(dtype=d) for d in DTYPES)])
+def test_products_that_cancel_may_be_off_by_what_fp32_loses_and_by_no_term(case):
+    checks = ["product_matches_oracle", "strided_rows_are_multiplied_right"]
+    results = outcomes(plugin, "linear", checks, case)
+    assert not any(r.failed for r in results), format_results(results)
+    backend = faulty(Fault(checks[0], "linear", drops_the_last_term))
+    results = outcomes(backend, "linear", checks, case)
+    assert all(r.failed for r in results), format_results(results)
+
+
+def plain_attention(keys_left_out):
+    """`softmax(scores) @ v` of whole sequences, without the first keys."""
+
+    def attends_plainly(right, spec, a):
+        step, size, start = a["step"], spec.block_size, 0
+        for s, kv_len in enumerate(step.seq_lens_cpu):
+            token = torch.arange(keys_left_out, kv_len)
+            at = step.block_table[s, token // size].long(), slice(None), token % size
+            k, v = (
+                a[name][at].repeat_interleave(spec.group_size, 1).transpose(0, 1)
+                for name in ("k_cache", "v_cache")
+            )  # [H, keys, D]
+            q_len = int(step.cu_seqlens_q[s + 1] - step.cu_seqlens_q[s])
+            rows = slice(start, start + q_len)
+            start += q_len
+            hidden = token > kv_len - q_len + torch.arange(q_len).view(-1, 1)
+            scores = a["q"][rows].transpose(0, 1) @ k.transpose(1, 2) * a["scale"]
+            weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+            a["out"][rows] = (weights @ v).transpose(0, 1)
+        return a["out"]
+
+    return attends_plainly
+
+
+@pytest.mark.parametrize(
+    ("op", "q_lens"), [("attention_decode", "1,1,1"), ("attention_prefill", "5,1,70")]
+)
+def test_long_means_may_be_off_like_a_plain_softmax_and_by_no_key(op, q_lens):
+    checks, case = ["equal_keys_average_the_visible_values"], LONG_MEAN.format(q_lens=q_lens)
+    results = outcomes(faulty(Fault(checks[0], op, plain_attention(0))), op, checks, case)
+    assert not any(r.failed for r in results), format_results(results)
+    results = outcomes(faulty(Fault(checks[0], op, plain_attention(1))), op, checks, case)
+    assert all(r.failed for r in results), format_results(results)
