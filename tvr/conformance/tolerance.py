@@ -24,15 +24,19 @@ SMALLEST = {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}
 #: already shows above 0.5, where a limit on the largest error misses it.
 FROBENIUS_EPS = 0.5
 
+#: The same in fp32 (with TF32 off), where the order of summation matters more than the rounding:
+#: this many eps up to `FP32_TERMS` terms, growing with the root of their number from there.
+FP32_FROBENIUS_EPS = 32.0
+FP32_TERMS = 64**2
+
 #: Linear, besides: an error of this times the terms' absolute values, summed. Where they cancel the
 #: result is small, but fp32 rounds while sums are large. It is a hundredth of what half precision
 #: is allowed for 4,096 terms, and no more than fp32 is for 2,048.
 LINEAR_SLACK = 2.0**-23
 
-#: The same in fp32 (with TF32 off), where the order of summation matters more than the rounding:
-#: this many eps up to `FP32_TERMS` terms, growing with the root of their number from there.
-FP32_FROBENIUS_EPS = 32.0
-FP32_TERMS = 64**2
+#: Linear whose sums fp32 holds exactly. A partial sum rounded to half precision costs a 64th or
+#: more; the ulp is for fp32 that is put together from several narrower products.
+LINEAR_EXACT_ULPS = 1.0
 
 #: Largest single error: this often that of a plain low-precision computation of the same thing,
 #: plus eps of the largest value. Catches one wrong element among many right ones.
@@ -67,7 +71,9 @@ SILU_FP32_ULPS = 8.0
 SILU_ZERO = 1e-30  # silu(-100) = -4e-42, which fp32 hardware may flush to zero
 
 #: Uniform or one-sided softmax weights: exact up to the rounding of the result; in fp32 up to that
-#: of the sums, where `FP32_FROBENIUS_EPS` holds.
+#: of the sums, where `FP32_FROBENIUS_EPS` holds. Of a thousand equal weights all are rounded to the
+#: same side, as is much of their sum: a plain fp32 softmax may be off by more, and where it is, the
+#: limit is `max_error_limit`.
 NEEDLE_EPS = 1.0
 
 #: Logits of a whole model in half precision: the root mean square of the error against fp64, as a
