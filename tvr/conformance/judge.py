@@ -21,16 +21,20 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def same_bits(what: str, found: Tensor, wanted: Tensor) -> None:
     """Refuse any difference, that of two NaNs or of the two zeros too."""
-    found, wanted = found.cpu(), wanted.cpu()
     if found.shape != wanted.shape or found.dtype != wanted.dtype:
         raise CheckFailed(
             f"{what}: is {found.dtype} {list(found.shape)}, wanted {wanted.dtype} "
             f"{list(wanted.shape)}"
         )
+    if found.device != wanted.device:
+        found, wanted = found.cpu(), wanted.cpu()
+    # Compared where they are: a workspace or a cache is large, and seldom differs.
     bits = _BITS[found.element_size()]
     differ = found.contiguous().view(bits) != wanted.contiguous().view(bits)
-    margin.note(float(differ.sum()), 0.0)
-    _refuse(what, differ, found, wanted, "must be bit-equal")
+    num_differ = int(differ.sum())
+    margin.note(float(num_differ), 0.0)
+    if num_differ:
+        _refuse(what, differ.cpu(), found.cpu(), wanted.cpu(), "must be bit-equal")
 
 
 def within(what: str, found: Tensor, wanted: Tensor, limit: Tensor | float, note: str) -> None:

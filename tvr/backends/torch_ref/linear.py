@@ -25,6 +25,10 @@ def bind_linear(spec: LinearSpec) -> BoundOp:
 def _run(x: Tensor, packed: tuple[Tensor, Tensor | None], *, out: Tensor) -> Tensor:
     """out = x @ weight.T (+ bias); x [T, in], weight [out, in], bias [out]."""
     weight, bias = packed
+    if x.is_cuda and x.dtype != torch.float32:
+        # cuBLAS may add partial products in half precision, and the bias to a rounded product.
+        product = torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return out.copy_(product if bias is None else product.add_(bias))
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
