@@ -12,7 +12,7 @@ from tvr.errors import ConfigError
 #: Names that a message spells out; of a longer list it has the first few.
 NAMED, FIRST_FEW = 12, 3
 #: Cases drawn for each check of each op.
-EXAMPLES = {"smoke": 3, "quick": 8, "full": 40}
+EXAMPLES = {"smoke": 3, "quick": 8, "full": 20}
 
 
 @dataclass(frozen=True, kw_only=True)

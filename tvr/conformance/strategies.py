@@ -62,7 +62,7 @@ class Reach(NamedTuple):
 REACH = {
     "smoke": Reach(rows=9, width=600, batch=4, q_len=20, kv_len=130, heads=16),
     "quick": Reach(rows=70, width=3000, batch=8, q_len=70, kv_len=600, heads=32),
-    "full": Reach(rows=300, width=9000, batch=32, q_len=300, kv_len=4100, heads=64),
+    "full": Reach(rows=300, width=6000, batch=16, q_len=150, kv_len=1100, heads=64),
 }
 
 
