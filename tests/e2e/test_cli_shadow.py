@@ -61,7 +61,8 @@ def site(tmp_path, monkeypatch):
         },
     )
     monkeypatch.syspath_prepend(site)
-    monkeypatch.delitem(sys.modules, "tvr_wrong_rope", raising=False)  # it counts from 0
+    for module in ("tvr_only_rope", "tvr_wrong_rope"):  # another test's, from another folder
+        monkeypatch.delitem(sys.modules, module, raising=False)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return site
