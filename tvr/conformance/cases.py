@@ -96,6 +96,7 @@ _DECODES: dict[str, dict[str, tuple[int, ...]]] = {
     "smoke": {
         "edges": (1, 15, 16, 17, 130),
         "empty": (0, 7, 0, 16),
+        "nothing": (0, 0, 0),
         "even": (16, 0, 15, 17, 16),
         "twins": (1, 1),
     },

@@ -46,7 +46,7 @@ def bind_decode(spec: AttentionDecodeSpec) -> BoundOp:
         """One new token a sequence: q, out [S, H, D]; lse [S, H] fp32."""
         lens = step.seq_lens_cpu
         padded = len(lens) * max(lens, default=0)
-        if len(lens) > 1 and padded <= _MAX_PADDING * sum(lens) and not spec.batch_invariant:
+        if len(lens) > 1 and 0 < padded <= _MAX_PADDING * sum(lens) and not spec.batch_invariant:
             _attend_together(spec, q, k_cache, v_cache, step, scale, out, lse)
             return out
         for s, kv_len in enumerate(lens):
