@@ -14,12 +14,10 @@ from tvr.cli.backends import backends
 from tvr.cli.chat import chat
 from tvr.cli.conformance import conformance
 from tvr.cli.env import env
+from tvr.cli.exits import EXIT_ERROR, EXIT_INTERRUPTED
 from tvr.cli.models import models
 from tvr.cli.run import run
 from tvr.errors import TvrError
-
-EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 app = typer.Typer(
     name="tvr",

@@ -16,15 +16,13 @@ from tvr.cli.batch_input import (
     request_of,
 )
 from tvr.cli.batch_output import Record, Results, error_of, result_record
+from tvr.cli.exits import EXIT_FAILED
 from tvr.cli.output import remark
 from tvr.cli.progress import batch_bar
 from tvr.errors import TvrError
 
 if TYPE_CHECKING:
     from tvr.core.llm import LLM
-
-#: Exit code when some lines, but not the run, failed.
-EXIT_SOME_FAILED = 1
 
 
 def run_batch(
@@ -75,7 +73,7 @@ def run_batch(
     if results.num_failed:
         where = '; see their "error"' if as_json else ""
         remark(f"{results.num_failed} of {len(lines)} lines failed{where}")
-        return EXIT_SOME_FAILED
+        return EXIT_FAILED
     return 0
 
 

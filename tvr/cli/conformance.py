@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tvr.cli import options
+from tvr.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from tvr.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from tvr.conformance.task import Task
 
     RunUnits = Callable[[Sequence[Unit]], Iterator[tuple[Unit, list[CheckResult]]]]
-
-EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 def conformance(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tvr.cli.exits import EXIT_FAILED
 from tvr.core.plugin_config import PluginConfig
-
-#: Exit code when the fault shows again, or cannot be judged: the backend does not serve the op.
-EXIT_FAILED = 1
 
 
 def replay_file(file: Path, backend: str, *, device: str, plugins: Path | None) -> int:

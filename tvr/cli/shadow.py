@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from tvr.cli.exits import EXIT_FAILED
 from tvr.cli.output import remark
 from tvr.errors import ConfigError, OpFault
 
 if TYPE_CHECKING:
     from tvr.conformance.shadow import Shadow
-
-#: Exit code when an op is wrong.
-EXIT_FAULT = 1
 
 
 def open_shadow(
@@ -51,13 +49,13 @@ def shadowed(shadow: Shadow | None, backend: str) -> Iterator[None]:
     """Run a model inside; afterwards say on stderr what `shadow` found.
 
     Raises:
-        typer.Exit: with `EXIT_FAULT`; an op is wrong, and stderr says which.
+        typer.Exit: with `EXIT_FAILED`; an op is wrong, and stderr says which.
         ConfigError: nothing of `backend` was compared.
     """
     try:
         yield
     except OpFault as fault:
         remark(str(fault))
-        raise typer.Exit(EXIT_FAULT) from fault
+        raise typer.Exit(EXIT_FAILED) from fault
     if shadow is not None:
         remark(f"shadow: {shadow.summary(backend)}")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tvr.conformance.subject import WRITES
 from tvr.conformance.verdict import Comparison, find_fault
 from tvr.errors import KernelError
 
@@ -16,9 +15,6 @@ if TYPE_CHECKING:
     from tvr.conformance.fault import Fault
     from tvr.conformance.snapshot import Snapshot
     from tvr.conformance.subject import Call
-
-#: Outputs that `run` is given but does not return.
-_NOT_RETURNED = frozenset({"k_cache", "v_cache", "lse"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +69,7 @@ def attempt(
     except Exception as e:
         raise KernelError(f"the reference raised {_told(e)}, and the backend did not") from e
     found = snapshot.outputs(live)
-    problem = _wrong_return(live, result)
+    problem = live.wrong_return(result)
     if not problem and (name := snapshot.changed_input(live)) is not None:
         problem = f"wrote its input {name}"
     fault = None
@@ -96,15 +92,3 @@ def _raised(error: BaseException, repeat: Callable[[], Mapping[str, Tensor]]) ->
 
 def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _wrong_return(live: Call, result: object) -> str:
-    """Return how `result` differs from the very outputs that `run` was given; "": not at all."""
-    names = [n for n in WRITES[live.spec.op] if n not in _NOT_RETURNED]
-    returned = result if isinstance(result, tuple) else () if result is None else (result,)
-    if len(returned) == len(names) and all(
-        found is live[name] for found, name in zip(returned, names, strict=True)
-    ):
-        return ""
-    wanted = f"{' and '.join(names)} itself" if names else "None"
-    return f"returned {type(result).__name__} instead of {wanted}"

@@ -11,7 +11,7 @@ from tvr.conformance.inputs import make_call
 from tvr.conformance.judge import same_bits
 from tvr.conformance.ledger import Check, CheckFailed
 from tvr.conformance.relations import same, same_outputs
-from tvr.conformance.subject import WRITES, Call
+from tvr.conformance.subject import Call
 from tvr.contract import OPS, StepMeta
 
 if TYPE_CHECKING:
@@ -66,12 +66,8 @@ def check_outputs_are_returned(backend: Subject, case: Case) -> None:
     """`run` returns the very tensors it was given to fill."""
     call = make_call(case, backend.torch_device)
     result = backend.run(call)
-    outputs = [call[name] for name in WRITES[case.op] if name not in ("k_cache", "v_cache", "lse")]
-    returned = result if isinstance(result, tuple) else () if result is None else (result,)
-    if len(returned) != len(outputs) or any(
-        found is not wanted for found, wanted in zip(returned, outputs, strict=True)
-    ):
-        raise CheckFailed(f"returned {type(result).__name__}, not the {len(outputs)} output(s)")
+    if problem := call.wrong_return(result):
+        raise CheckFailed(problem)
 
 
 def check_inputs_are_unchanged(backend: Subject, case: Case) -> None:

@@ -14,7 +14,6 @@ from tvr.conformance.lengths import (
     fewer_rows,
     length_sweep,
     longest_everywhere,
-    longest_in,
     room_for,
 )
 from tvr.conformance.padded import PaddedRunner
@@ -23,8 +22,6 @@ from tvr.contract import OPS
 if TYPE_CHECKING:
     from tvr.conformance.case import Case
     from tvr.conformance.subject import Call, Subject
-
-_LONGEST_SWEEP = 8192
 
 
 def check_run_is_captured_whole(backend: Subject, case: Case) -> None:
@@ -88,12 +85,6 @@ def needs_graph(backend: Subject, case: Case) -> list[str]:
 
 def _graph_of(backend: Subject, case: Case, steps: list[Case]) -> PaddedRunner:
     return PaddedRunner(backend, case.spec, room_for(steps), captured=True)
-
-
-def _is_worth_a_sweep(case: Case) -> bool:
-    """Not for each of the many heads, nor for lengths that take the oracle seconds."""
-    longest = longest_in(case)
-    return longest <= _LONGEST_SWEEP and (case.level == "smoke" or longest in case.kv_lens)
 
 
 CHECKS = (

@@ -48,6 +48,9 @@ WRITES: dict[str, tuple[str, ...]] = {
     "argmax": ("out",),
 }
 
+#: Outputs that `run` is given but does not return.
+_NOT_RETURNED = frozenset({"k_cache", "v_cache", "lse"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
@@ -77,6 +80,17 @@ class Call:
         if (step := self.args.get("step")) is not None:
             tensors |= {n: getattr(step, n) for n in ("block_table", "seq_lens", "cu_seqlens_q")}
         return {n: t for n, t in tensors.items() if n not in WRITES[self.spec.op]}
+
+    def wrong_return(self, result: object) -> str:
+        """Return how `result` differs from the outputs that `run` was given; "": not at all."""
+        names = [n for n in WRITES[self.spec.op] if n not in _NOT_RETURNED]
+        returned = result if isinstance(result, tuple) else () if result is None else (result,)
+        if len(returned) == len(names) and all(
+            found is self[name] for found, name in zip(returned, names, strict=True)
+        ):
+            return ""
+        wanted = f"{' and '.join(names)} itself" if names else "None"
+        return f"returned {type(result).__name__} instead of {wanted}"
 
     def replace(self, **args: object) -> Call:
         """Return the call with some arguments replaced."""
