@@ -11,7 +11,6 @@ from importlib import metadata
 
 from tvr import __version__
 from tvr.conformance.ledger import EXPECTED, PASSED, CheckResult
-from tvr.conformance.report import smallest_failure
 from tvr.contract import OPS, BackendInfo, DeviceFacts
 
 _PACKAGES = ("torch", "pluggy", "hypothesis", "triton", "pycuda")
@@ -75,14 +74,6 @@ class SuiteRun(Facts):
     def failures(self) -> list[CheckResult]:
         """The failed results, in the order they came."""
         return [r for r in self.results if r.failed]
-
-    def smallest_failure(self, op: str, check: str) -> CheckResult:
-        """Return the failed result of `check` on `op` whose case has the fewest elements.
-
-        Raises:
-            ValueError: there is none.
-        """
-        return smallest_failure(r for r in self.results if (r.op, r.check) == (op, check))
 
 
 def facts_of(
