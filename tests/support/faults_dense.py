@@ -48,6 +48,10 @@ def accumulates_in_the_activation_dtype(right, spec, a):
     return a["out"].copy_(total if bias is None else total + bias)
 
 
+def rounds_before_it_widens(right, spec, a):
+    return right().copy_(a["out"].to(a["x"].dtype))
+
+
 def _adds_rounded_sums_of(columns):
     """Splits the columns in two and rounds both sums before it adds them."""
 
@@ -78,6 +82,7 @@ def adds_the_bias_to_the_rounded_product(right, spec, a):
 
 FAULTS = [
     Fault("product_matches_oracle", "linear", drops_the_bias),
+    Fault("product_matches_oracle", "linear", rounds_before_it_widens),
     Fault("gate_comes_first", "silu_mul", swaps_gate_and_up),
     Fault("gate_comes_first", "silu_mul", rounds_twice),
     Fault("large_gates_do_not_overflow", "silu_mul", divides_two_exponentials),

@@ -187,6 +187,11 @@ def _row_cases() -> Iterator[Case]:
                 )
                 detail = f"{rows}x{n_in}x{n_out}" + "-bias" * bias
                 yield _case(linear, detail, level=level, num_tokens=rows)
+        wide = LinearSpec(
+            dtype=dtype, in_features=72, out_features=40, bias=True, max_rows=8, out_dtype="float32"
+        )
+        if level == "smoke" and wide.out_dtype is not None:
+            yield _case(wide, "3x72x40-to-float32", level=level, num_tokens=3)
 
 
 def _token_cases() -> Iterator[Case]:

@@ -157,6 +157,8 @@ def _fields(draw: Draw, spec_type: type[OpSpec], box: Box, facts: dict[str, Any]
     }
     if facts["dtype"] == "float32":
         values["kv_dtype"] = (None, "float16", "bfloat16")
+    else:
+        values["out_dtype"] = (None, "float32")
     names = sorted({*box.fields, *box.flags} & values.keys() & {f.name for f in fields(spec_type)})
     if not names:
         return {}

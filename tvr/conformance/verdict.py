@@ -142,7 +142,7 @@ def _argmax(t: Comparison) -> Fault | None:
 def _linear(t: Comparison) -> Fault | None:
     x, weight, bias = t.call["x"], t.call["weight"], t.call["bias"]
     found, reference = t.found["out"], t.reference["out"]
-    dtype = t.call.spec.dtype
+    dtype = str(found.dtype).removeprefix("torch.")  # the spec's out_dtype, if it has one
     in_all = tolerance.frobenius_limit(dtype, x.shape[1])
 
     def judge(wanted: Tensor, plain: Tensor) -> Fault | None:
@@ -159,7 +159,8 @@ def _linear(t: Comparison) -> Fault | None:
     wanted = torch.cat(products, dim=1)
     if bias is not None:
         wanted += bias.double()
-    return judge(wanted, torch.nn.functional.linear(x, weight, bias))
+    as_wide = [part if part is None else part.to(found.dtype) for part in (x, weight, bias)]
+    return judge(wanted, torch.nn.functional.linear(*as_wide))
 
 
 def _attention(t: Comparison) -> Fault | None:

@@ -23,12 +23,15 @@ def bind_linear(spec: LinearSpec) -> BoundOp:
 
 
 def _run(x: Tensor, packed: tuple[Tensor, Tensor | None], *, out: Tensor) -> Tensor:
-    """out = x @ weight.T (+ bias); x [T, in], weight [out, in], bias [out]."""
+    """out = x @ weight.T (+ bias); x [T, in], weight [out, in], bias [out]; out may be wider."""
     weight, bias = packed
     if x.is_cuda and x.dtype != torch.float32:
         # cuBLAS may add partial products in half precision, and the bias to a rounded product.
         product = torch.mm(x, weight.t(), out_dtype=torch.float32)
         return out.copy_(product if bias is None else product.add_(bias))
+    if out.dtype != x.dtype:
+        x, weight = x.to(out.dtype), weight.to(out.dtype)
+        bias = None if bias is None else bias.to(out.dtype)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
@@ -56,7 +59,7 @@ def _run_tiled(x: Tensor, packed: tuple[Tensor, Tensor | None], *, out: Tensor) 
     weight = packed[0]
     in_features, out_features = x.shape[1], out.shape[1]
     tile = x.new_zeros(_TILE_ROWS, weight.shape[1])
-    product = x.new_empty(_TILE_ROWS, weight.shape[0])
+    product = out.new_empty(_TILE_ROWS, weight.shape[0])
     for start in range(0, x.shape[0], _TILE_ROWS):
         rows = x[start : start + _TILE_ROWS]
         n = rows.shape[0]

@@ -59,7 +59,7 @@ _INFO = BackendInfo(
         "attention_decode": _boxes(*_ATTENTION_FIELDS, cuda_graph=False),
         "attention_prefill": _boxes(*_ATTENTION_FIELDS, "max_q_len", cuda_graph=False),
         "silu_mul": _boxes(cuda_graph=True),
-        "linear": _boxes("bias", cuda_graph=True),
+        "linear": _boxes("bias", "out_dtype", cuda_graph=True),
         "argmax": _boxes(cuda_graph=True),
     },
 )
