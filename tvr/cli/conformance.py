@@ -18,6 +18,7 @@ import typer
 
 from tvr.cli import options
 from tvr.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED
+from tvr.cli.output import check_can_write
 from tvr.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -120,8 +121,8 @@ def conformance(
             raise ConfigError(f"--replay makes one call again; drop {', '.join(given)}")
         return replay_file(replay, backend, device=device, plugins=config)
     selection = Selection(
-        ops=_listed(op),
-        checks=_listed(check),
+        ops=options.listed(op),
+        checks=options.listed(check),
         cases=None if case is None else tuple(case),
         level=level,
         seed=seed,
@@ -132,7 +133,7 @@ def conformance(
         if in_process and value is not None:
             raise ConfigError(f"{name} is of child processes, and --in-process has none; drop one")
     expected = [] if expect is None else load_expected(expect)
-    _check_can_write({"--json": json_file, "--html": html_file})
+    check_can_write({"--json": json_file, "--html": html_file})
     task = Task(
         backend=backend,
         device=device,
@@ -242,42 +243,12 @@ def _reproduce(
     return f"{line} {shlex.join(more)}".rstrip()
 
 
-def _listed(values: list[str] | None) -> tuple[str, ...] | None:
-    """Return names that were given one by one, with commas between, or both."""
-    if values is None:
-        return None
-    return tuple(name.strip() for value in values for name in value.split(","))
-
-
 def _check_can_draw(selection: Selection) -> None:
     if selection.examples and importlib.util.find_spec("hypothesis") is None:
         raise ConfigError(
             "hypothesis draws the cases, and is not installed; pip install 'tvr[conformance]', in "
             "a clone pip install -e '.[conformance]', or use --max-examples 0"
         )
-
-
-def _check_can_write(reports: dict[str, Path | None]) -> None:
-    """See that the reports, by their options, can be written, before the work."""
-    files = {option: file for option, file in reports.items() if file is not None}
-    if len({file.absolute() for file in files.values()}) < len(files):
-        name = next(iter(files.values()))
-        raise ConfigError(f"{' and '.join(files)} both name {name}; give each a file of its own")
-    for option, file in files.items():
-        if str(file) == "-":
-            raise ConfigError(f"{option} - names no file, and stdout has the table; name a file")
-        if file.is_dir():
-            raise ConfigError(f"{option} {file} is a folder; name a file in it")
-        if not file.parent.is_dir():
-            raise ConfigError(f"{option} {file}: there is no folder {file.parent}")
-        try:
-            is_new = not file.exists()
-            if is_new or file.is_file():  # a pipe would end
-                file.open("ab").close()
-            if is_new:
-                file.unlink()
-        except OSError as e:
-            raise ConfigError(f"{option} {file} cannot be written: {e.strerror}") from e
 
 
 def _refuse_undeclared(facts: Facts, selection: Selection) -> None:

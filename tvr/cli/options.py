@@ -107,6 +107,13 @@ def temperature_for(model: str, temperature: float | None) -> float:
     return 0.8 if model == DEMO else 0.0
 
 
+def listed(values: list[str] | None) -> tuple[str, ...] | None:
+    """Return names that were given one by one, with commas between, or both."""
+    if values is None:
+        return None
+    return tuple(name.strip() for value in values for name in value.split(","))
+
+
 def allow_interrupts() -> None:
     """From here on, Ctrl-C raises KeyboardInterrupt in the main thread."""
     if threading.current_thread() is threading.main_thread():

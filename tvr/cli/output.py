@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from tvr.errors import ConfigError
 
@@ -25,3 +26,26 @@ def text_writer() -> Callable[[str], None]:
         sys.stdout.flush()
 
     return write
+
+
+def check_can_write(reports: dict[str, Path | None]) -> None:
+    """See that the reports, by their options, can be written, before the work."""
+    files = {option: file for option, file in reports.items() if file is not None}
+    if len({file.absolute() for file in files.values()}) < len(files):
+        name = next(iter(files.values()))
+        raise ConfigError(f"{' and '.join(files)} both name {name}; give each a file of its own")
+    for option, file in files.items():
+        if str(file) == "-":
+            raise ConfigError(f"{option} - names no file, and stdout has the table; name a file")
+        if file.is_dir():
+            raise ConfigError(f"{option} {file} is a folder; name a file in it")
+        if not file.parent.is_dir():
+            raise ConfigError(f"{option} {file}: there is no folder {file.parent}")
+        try:
+            is_new = not file.exists()
+            if is_new or file.is_file():  # a pipe would end
+                file.open("ab").close()
+            if is_new:
+                file.unlink()
+        except OSError as e:
+            raise ConfigError(f"{option} {file} cannot be written: {e.strerror}") from e

@@ -1,0 +1,118 @@
+"""The cells of all other ops, in the shape of Llama-3.2-1B."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvr.bench.cells import RowsCell
+from tvr.conformance.tensors import torch_dtype
+from tvr.contract import (
+    AddRmsNormSpec,
+    ArgmaxSpec,
+    KvWriteSpec,
+    LinearSpec,
+    OpSpec,
+    RmsNormSpec,
+    RopeKvWriteSpec,
+    RopeSpec,
+    SiluMulSpec,
+)
+
+HIDDEN, INTERMEDIATE, VOCAB = 2048, 8192, 128256
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 64, 16
+
+#: (in_features, out_features) of qkv, o, gate_up, down and the LM head.
+LINEARS = ((2048, 3072), (2048, 2048), (2048, 16384), (8192, 2048), (2048, 128256))
+
+#: Ops whose large cell is given in megabytes.
+ELEMENTWISE = ("rms_norm", "add_rms_norm", "rope", "kv_write", "rope_kv_write", "silu_mul")
+OPS = (*ELEMENTWISE, "linear", "argmax")
+
+ROWS = (1, 8, 64, 256)
+LINEAR_ROWS = (1, 2, 4, 8)
+MEGABYTES = 256
+
+CPU_ROWS = (1, 8)
+CPU_LINEARS = LINEARS[:2]
+CPU_MEGABYTES = 1
+
+
+def op_cells(
+    ops: Sequence[str],
+    *,
+    dtype: str,
+    rows: Sequence[int] | None = None,
+    megabytes: int | None = None,
+    on_cpu: bool = False,
+) -> list[RowsCell]:
+    """Return the cells of `ops`.
+
+    Args:
+        rows: None: those of a decode step; `linear` has its own.
+        megabytes: of the large cell of each elementwise op; 0: none; None: as usual.
+        on_cpu: whether to be content with less.
+    """
+    if on_cpu:
+        rows = rows or CPU_ROWS
+    if megabytes is None:
+        megabytes = CPU_MEGABYTES if on_cpu else MEGABYTES
+    shapes = CPU_LINEARS if on_cpu else LINEARS
+    cells = []
+    for op in ops:
+        if op == "linear":
+            counts = rows or LINEAR_ROWS
+            cells += [_linear(dtype, n, *shape) for shape in shapes for n in counts]
+            continue
+        cells += [_rows_cell(op, dtype, n) for n in rows or ROWS]
+        if megabytes and op in ELEMENTWISE:
+            cells.append(_rows_cell(op, dtype, max(1, megabytes * 10**6 // _row_bytes(op, dtype))))
+    return cells
+
+
+def _linear(dtype: str, rows: int, n_in: int, n_out: int) -> RowsCell:
+    size = torch_dtype(dtype).itemsize
+    return RowsCell(
+        spec=LinearSpec(dtype=dtype, in_features=n_in, out_features=n_out, max_rows=rows),
+        rows=rows,
+        num_bytes=(n_in * n_out + rows * (n_in + n_out)) * size,
+        num_flops=2 * rows * n_in * n_out,
+        shape=(("in_features", n_in), ("out_features", n_out)),
+    )
+
+
+def _rows_cell(op: str, dtype: str, rows: int) -> RowsCell:
+    spec, shape = _spec(op, dtype)
+    num_bytes = rows * _row_bytes(op, dtype)
+    return RowsCell(spec=spec, rows=rows, num_bytes=num_bytes, num_flops=0, shape=shape)
+
+
+def _spec(op: str, dtype: str) -> tuple[OpSpec, tuple[tuple[str, int], ...]]:
+    """Return an op's spec, and the sizes that name it."""
+    kv = {"num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+    heads = {"num_heads": HEADS, **kv}
+    paged = {"block_size": BLOCK_SIZE}
+    kind, sizes = {
+        "rms_norm": (RmsNormSpec, {"hidden_size": HIDDEN}),
+        "add_rms_norm": (AddRmsNormSpec, {"hidden_size": HIDDEN}),
+        "rope": (RopeSpec, heads),
+        "kv_write": (KvWriteSpec, kv | paged),
+        "rope_kv_write": (RopeKvWriteSpec, heads | paged),
+        "silu_mul": (SiluMulSpec, {"intermediate_size": INTERMEDIATE}),
+        "argmax": (ArgmaxSpec, {"vocab_size": VOCAB}),
+    }[op]
+    return kind(dtype=dtype, **sizes), tuple(sizes.items())
+
+
+def _row_bytes(op: str, dtype: str) -> int:
+    """Return the bytes that a row reads and writes."""
+    q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    elements = {
+        "rms_norm": 2 * HIDDEN,
+        "add_rms_norm": 4 * HIDDEN,
+        "rope": 2 * (q + kv),
+        "kv_write": 2 * 2 * kv,
+        "rope_kv_write": (q + 2 * kv) + (q + kv) + 2 * kv,  # read; returned; stored
+        "silu_mul": 3 * INTERMEDIATE,
+        "argmax": VOCAB,
+    }[op]
+    return elements * torch_dtype(dtype).itemsize

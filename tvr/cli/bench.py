@@ -1,0 +1,147 @@
+"""`tvr bench`: how fast, measured side by side and only where the result is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tvr.cli import options
+from tvr.cli.bench_run import check_can_plot, run_cells
+from tvr.errors import ConfigError
+
+app = typer.Typer()
+
+Backends = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--backend",
+        metavar="NAME",
+        help="Measure this one; several with commas or given again. Default: all that can run.",
+    ),
+]
+Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32, float16 or bfloat16.")]
+Device = Annotated[
+    str, typer.Option(metavar="NAME", help="cuda, cuda:N, or cpu: eagerly, by the clock.")
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def bench(context: typer.Context) -> None:
+    """Measure how fast backends are."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command(short_help="Measure paged attention, backends side by side.")
+def attention(
+    *,
+    backend: Backends = None,
+    op: Annotated[str, typer.Option(metavar="NAME", help="decode, prefill or both.")] = "both",
+    dtype: Dtype = "bfloat16",
+    head_dim: Annotated[str, typer.Option(metavar="N,N,...", help="Widths of a head.")] = "64,128",
+    num_heads: Annotated[int, typer.Option(metavar="N", help="Query heads.")] = 32,
+    num_kv_heads: Annotated[int, typer.Option(metavar="N", help="KV heads.")] = 8,
+    block_size: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Tokens of a KV block.")
+    ] = "16",
+    batch: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Sequences of a decode, with each --ctx.")
+    ] = None,
+    ctx: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="Tokens of a sequence. Default: a table of sizes."),
+    ] = None,
+    json_file: JsonFile = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw the decodes' bandwidth against bytes."),
+    ] = None,
+    device: Device = "cuda",
+    plugins: options.Plugins = None,
+    debug: options.Debug = False,
+) -> int:
+    """Measure paged attention, backends side by side, in CUDA graphs over cold memory.
+
+    Each result is checked before it is timed; exit code 1 if one is wrong or fails.
+    """
+    from tvr.bench.cells import attention_cells
+
+    ops = {"decode": ["attention_decode"], "prefill": ["attention_prefill"]}
+    ops["both"] = ops["decode"] + ops["prefill"]
+    if op not in ops:
+        raise ConfigError(f"--op {op!r} is not known; known: {', '.join(ops)}")
+    cells = attention_cells(
+        ops[op],
+        dtype=dtype,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dims=_numbers("--head-dim", head_dim),
+        block_sizes=_numbers("--block-size", block_size),
+        batches=None if batch is None else _numbers("--batch", batch),
+        ctxs=None if ctx is None else _numbers("--ctx", ctx),
+        on_cpu=device == "cpu",
+    )
+    if plot is not None:
+        check_can_plot(plot, has_decodes=op != "prefill")
+    names = options.listed(backend)
+    return run_cells(cells, names, device, plugins, json_file=json_file, plot=plot)
+
+
+@app.command(short_help="Measure the other ops, backends side by side.")
+def ops(
+    *,
+    backend: Backends = None,
+    op: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OP", help="Only this op; several with commas or given again."),
+    ] = None,
+    dtype: Dtype = "bfloat16",
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...", help="Rows. Default: 1, 8, 64 and 256; linear: 1, 2, 4 and 8."
+        ),
+    ] = None,
+    mb: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Megabytes of an elementwise op's large cell; 0: none. Default: 256."
+        ),
+    ] = None,
+    json_file: JsonFile = None,
+    device: Device = "cuda",
+    plugins: options.Plugins = None,
+    debug: options.Debug = False,
+) -> int:
+    """Measure every op but attention, in the shape of Llama-3.2-1B, as `attention` does."""
+    from tvr.bench.op_cells import OPS, op_cells
+
+    asked = options.listed(op) or OPS
+    if unknown := [name for name in asked if name not in OPS]:
+        raise ConfigError(f"--op {unknown[0]!r} is not known here; known: {', '.join(OPS)}")
+    if mb is not None and mb < 0:
+        raise ConfigError(f"--mb is {mb}; it must be at least 0")
+    cells = op_cells(
+        asked,
+        dtype=dtype,
+        rows=None if rows is None else _numbers("--rows", rows),
+        megabytes=mb,
+        on_cpu=device == "cpu",
+    )
+    return run_cells(cells, options.listed(backend), device, plugins, json_file=json_file)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Return the numbers of "64,128"."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"{option} {text!r} is no list of whole numbers above 0, as in 64,128")
+    return numbers
