@@ -1,0 +1,143 @@
+// Each warp's own ring of K and V in shared memory, filled STAGES - 1 slices ahead of its use.
+//
+// A slice is 16 tokens. It lies in one block of the cache, whose size is a power of two from 16 up,
+// so its keys for one KV head are one run of memory, and its values another. A tile is WARPS slices
+// side by side, one for each warp. Since warps share nothing but results, they never wait for each
+// other while they read.
+#pragma once
+
+#include "common.cuh"
+#include "decode_work.cuh"
+
+constexpr int THREADS = WARPS * WARP;
+constexpr int SLICE = 16;                      // tokens
+constexpr int TILE = WARPS * SLICE;            // tokens
+constexpr int CHUNK = Pack<scalar_t>::SIZE;    // channels in 16 bytes
+constexpr int ROW_CHUNKS = HEAD_DIM / CHUNK;   // in a token
+constexpr int SLICE_BYTES = SLICE * HEAD_DIM * static_cast<int>(sizeof(scalar_t));
+constexpr int STAGE_BYTES = 2 * SLICE_BYTES;   // K, then V
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+
+static_assert(STAGES >= 2, "one slice is loaded while another is used");
+static_assert(ROW_CHUNKS % 2 == 0, "the swizzle swaps chunks within pairs at least");
+static_assert(SLICE * ROW_CHUNKS % WARP == 0, "every lane copies as many chunks");
+
+// What decode kernels read. Strides are in elements.
+struct Inputs {
+  const scalar_t* __restrict__ q;        // [num_seqs, num_heads, HEAD_DIM]
+  const scalar_t* __restrict__ k_cache;  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
+  const scalar_t* __restrict__ v_cache;  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
+  const int* __restrict__ block_table;   // [num_seqs, max_blocks]
+  int64_t q_seq_stride;
+  int64_t q_head_stride;
+  int64_t k_block_stride;
+  int64_t v_block_stride;
+  int64_t table_stride;
+  float scale_log2;  // log2(e) * scale: exponentials are powers of two
+  int group_size;    // query heads of a KV head
+  int block_shift;   // block_size is 1 << block_shift
+  int aligned;       // whether every token of the caches lies at a multiple of 16 bytes
+};
+
+// The query heads of a segment.
+struct Bundle {
+  int kv_head;
+  int first_head;
+  int num_heads;  // at most HEADS
+};
+
+__device__ __forceinline__ Bundle bundle_of(int bundle, int group_size) {
+  const int per_kv_head = (group_size + HEADS - 1) / HEADS;
+  const int kv_head = bundle / per_kv_head;
+  const int before = (bundle - kv_head * per_kv_head) * HEADS;
+  return {kv_head, kv_head * group_size + before, min(HEADS, group_size - before)};
+}
+
+// A block's segments: the lead, then the rest.
+struct Work {
+  Segment lead;
+  const Segment* __restrict__ rest;  // [num_rest]
+  int num_rest;
+};
+
+// Where a chunk of a token lies in a slice, in bytes. Tokens are a multiple of 128 bytes or a few
+// more apart, so the same chunk of 8 tokens, which is what ldmatrix reads at a time, would share
+// banks. Swapping chunks by a pattern of the token's number gives the 8 different banks.
+__device__ __forceinline__ int chunk_offset(int token, int chunk) {
+  constexpr int REST = ROW_CHUNKS % 8;  // how far a token's banks are from those of the one before
+  const int flip = REST == 0 ? token & 7 : REST == 4 ? (token >> 1) & 3 : (token >> 2) & 1;
+  return (token * ROW_CHUNKS + (chunk ^ flip)) * 16;
+}
+
+// Starts copying the tokens at `source` to a slice. Tokens from num_valid on become zeros and are
+// not read: they may hold NaN, and 0 * NaN would stay in the sum.
+__device__ __forceinline__ void copy_slice(unsigned char* slice, const scalar_t* source,
+                                           int num_valid, bool aligned) {
+  const int lane = threadIdx.x % WARP;
+#pragma unroll
+  for (int i = 0; i < SLICE * ROW_CHUNKS / WARP; ++i) {
+    const int c = i * WARP + lane;
+    const int token = c / ROW_CHUNKS;
+    unsigned char* target = slice + chunk_offset(token, c % ROW_CHUNKS);
+    if (aligned) {
+      cp_async_16(target, source + c * CHUNK, token < num_valid);
+    } else {
+      scalar_t* values = reinterpret_cast<scalar_t*>(target);
+      for (int j = 0; j < CHUNK; ++j) {
+        values[j] = token < num_valid ? source[c * CHUNK + j] : from_float<scalar_t>(0.0f);
+      }
+    }
+  }
+}
+
+// Walks a warp's slices through all segments of its block, and loads them ahead of their use.
+struct Prefetcher {
+  const Inputs& in;
+  const Work& work;
+  Segment segment;  // of the next slice
+  Segment next;     // the one behind it, on its way while this one is loaded
+  int num_begun = 0;
+  int tile = 0;  // of the next slice, within the segment
+  int ids = 0;   // lane i: the KV block of the i-th slice of the 32 that this one is among
+  const scalar_t* k = nullptr;  // the KV head in block 0
+  const scalar_t* v = nullptr;
+
+  __device__ __forceinline__ Prefetcher(const Inputs& in, const Work& work)
+      : in(in), work(work), next(work.lead) {
+    begin_segment();
+  }
+
+  __device__ __forceinline__ void begin_segment() {
+    segment = next;
+    tile = 0;
+    if (num_begun < work.num_rest) next = work.rest[num_begun];
+    ++num_begun;
+    const int kv_head = bundle_of(segment.bundle, in.group_size).kv_head;
+    const int64_t offset = (static_cast<int64_t>(kv_head) << in.block_shift) * HEAD_DIM;
+    k = in.k_cache + offset;
+    v = in.v_cache + offset;
+  }
+
+  // Starts loading the warp's slice of the next tile, if there is one and it has tokens.
+  __device__ __forceinline__ void load_next(unsigned char* stage) {
+    if (num_begun > work.num_rest + 1) return;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int token = (segment.first_tile + tile) * TILE + warp * SLICE;
+    if (tile % WARP == 0) {
+      // One read of the table for 32 slices. Entries behind the sequence's end are not read.
+      const int ahead = token + lane * TILE;
+      if (tile + lane < segment.num_tiles && ahead < segment.seq_len) {
+        ids = in.block_table[segment.seq * in.table_stride + (ahead >> in.block_shift)];
+      }
+    }
+    const int num_valid = segment.seq_len - token;
+    if (num_valid > 0) {
+      const int64_t block = __shfl_sync(0xffffffffu, ids, tile % WARP);
+      const int inside = (token & ((1 << in.block_shift) - 1)) * HEAD_DIM;
+      copy_slice(stage, k + block * in.k_block_stride + inside, num_valid, in.aligned);
+      copy_slice(stage + SLICE_BYTES, v + block * in.v_block_stride + inside, num_valid,
+                 in.aligned);
+    }
+    if (++tile == segment.num_tiles) begin_segment();
+  }
+};
