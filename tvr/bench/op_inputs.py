@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tvr.bench.buffers import Buffers
     from tvr.bench.cells import RowsCell
 
-_MAX_POSITION = 131072
+_FIRST_POSITION, _MAX_POSITION = 1000, 131072
 
 
 def op_calls(cell: RowsCell, buffers: Buffers, num_sets: int) -> list[Call]:
@@ -54,8 +54,10 @@ def op_calls(cell: RowsCell, buffers: Buffers, num_sets: int) -> list[Call]:
             own = {"q": qkv[:, :, :heads], "k": qkv[:, :, heads : heads + kv_heads]}
             own["q_out"] = empty("out", rows, heads, dim)
             own["k_out"] = empty("k_out", rows, kv_heads, dim)
-            positions = torch.arange(rows, device=buffers.device) % _MAX_POSITION
-            table = cos_sin_cache(dim, min(rows, _MAX_POSITION)).to(buffers.device)
+            positions = torch.arange(rows, device=buffers.device) + _FIRST_POSITION
+            positions %= _MAX_POSITION
+            last = min(rows + _FIRST_POSITION, _MAX_POSITION)
+            table = cos_sin_cache(dim, last).to(buffers.device)
             shared = {"positions": positions, "cos_sin_cache": table}
             if isinstance(cell.spec, RopeKvWriteSpec):
                 own["v"] = qkv[:, :, heads + kv_heads :]
