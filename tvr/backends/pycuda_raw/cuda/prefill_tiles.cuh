@@ -1,0 +1,83 @@
+// Tiles of Q, K and V in shared memory for the tensor cores: rows of HEAD_DIM 16-bit numbers.
+//
+// ldmatrix reads 16 bytes (a chunk) of 8 rows at a time. Rows are 128 bytes or a few more apart, so
+// the same chunk of all rows would lie in the same banks. Chunks are therefore swapped within a
+// row, by a pattern that gives the 8 rows of a matrix 8 different groups of banks.
+#pragma once
+
+#include "common.cuh"
+
+constexpr int CHUNK = 8;  // 16-bit numbers in 16 bytes
+constexpr int CHUNKS = HEAD_DIM / CHUNK;
+constexpr int ROW_BYTES = HEAD_DIM * 2;
+constexpr int SLICE = 16;  // tokens that are sure to lie in one block of the cache
+
+static_assert(HEAD_DIM % 16 == 0, "a tensor core takes 16 channels at a time");
+static_assert(CHUNKS % 8 == 0 || CHUNKS == 10 || CHUNKS == 12, "no pattern was found for these");
+
+// What the chunk number is XORed with in a row. It depends on the last three bits of the row only.
+__device__ __forceinline__ int swizzle(int row) {
+  if constexpr (CHUNKS % 8 == 0) return row & 7;
+  if constexpr (CHUNKS == 12) return (row >> 1) & 3;
+  return (row >> 2) & 1;
+}
+
+// Where a chunk of a row lies in a tile, in bytes.
+__device__ __forceinline__ int chunk_offset(int row, int chunk) {
+  return row * ROW_BYTES + (chunk ^ swizzle(row)) * 16;
+}
+
+// Starts copying a chunk, at a multiple of 16 bytes, to a tile; zeros if not `valid`.
+__device__ __forceinline__ void copy_chunk(unsigned char* tile, int row, int chunk,
+                                           const scalar_t* __restrict__ source, bool valid) {
+  cp_async_16(tile + chunk_offset(row, chunk), source, valid);
+}
+
+// The same for a chunk that lies anywhere, which is done on return.
+__device__ __forceinline__ void copy_unaligned_chunk(unsigned char* tile, int row, int chunk,
+                                                     const scalar_t* __restrict__ source,
+                                                     bool valid) {
+  scalar_t* target = reinterpret_cast<scalar_t*>(tile + chunk_offset(row, chunk));
+#pragma unroll 1
+  for (int i = 0; i < CHUNK; ++i) target[i] = valid ? source[i] : from_float<scalar_t>(0.0f);
+}
+
+// Copies 16 tokens of a cache, the first of them at `source`, to rows first_row and on of a tile.
+// Rows from num_valid on become zeros, and are not read: they may hold NaN, of which 0 * NaN would
+// be left in the sum. Called by a warp; the tokens are one run of memory.
+__device__ __forceinline__ void copy_slice(unsigned char* tile, int first_row,
+                                           const scalar_t* __restrict__ source, int num_valid,
+                                           bool aligned) {
+  constexpr int SLICE_CHUNKS = SLICE * CHUNKS;
+  static_assert(SLICE_CHUNKS % WARP == 0, "every lane copies as many chunks");
+  const int lane = threadIdx.x % WARP;
+  if (aligned) {
+#pragma unroll
+    for (int i = 0; i < SLICE_CHUNKS; i += WARP) {
+      const int row = (i + lane) / CHUNKS;
+      copy_chunk(tile, first_row + row, (i + lane) % CHUNKS, source + (i + lane) * CHUNK,
+                 row < num_valid);
+    }
+  } else {
+#pragma unroll 1
+    for (int c = lane; c < SLICE_CHUNKS; c += WARP) {
+      copy_unaligned_chunk(tile, first_row + c / CHUNKS, c % CHUNKS, source + c * CHUNK,
+                           c / CHUNKS < num_valid);
+    }
+  }
+}
+
+// The 16 x 16 numbers at rows first_row and on, columns 16 * k and on, as operand a of the tensor
+// cores; and, transposed, as two operands b.
+__device__ __forceinline__ const unsigned char* matrix_address(const unsigned char* tile,
+                                                               int first_row, int k) {
+  const int lane = threadIdx.x % WARP;
+  return tile + chunk_offset(first_row + lane % 16, 2 * k + lane / 16);
+}
+
+// The same for 16 rows as two operands b that are not transposed.
+__device__ __forceinline__ const unsigned char* columns_address(const unsigned char* tile,
+                                                                int first_row, int k) {
+  const int lane = threadIdx.x % WARP;
+  return tile + chunk_offset(first_row + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2);
+}
