@@ -159,8 +159,9 @@ def _linear(t: Comparison) -> Fault | None:
     wanted = torch.cat(products, dim=1)
     if bias is not None:
         wanted += bias.double()
-    as_wide = [part if part is None else part.to(found.dtype) for part in (x, weight, bias)]
-    return judge(wanted, torch.nn.functional.linear(*as_wide))
+    x, weight = x.to(found.dtype), weight.to(found.dtype)
+    bias = None if bias is None else bias.to(found.dtype)
+    return judge(wanted, torch.nn.functional.linear(x, weight, bias))
 
 
 def _attention(t: Comparison) -> Fault | None:

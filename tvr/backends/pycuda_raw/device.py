@@ -43,7 +43,7 @@ class CudaGpu:
         import pycuda.driver as cuda
 
         # Torch first: it makes the primary context as it wants it.
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.empty(1, device=f"cuda:{index}")
         cuda.init()
         device = cuda.Device(index)
@@ -59,7 +59,9 @@ class CudaGpu:
         self._context = _immortal(device.retain_primary_context())
         with self._current():
             self._stream = _immortal(cuda.Stream(_NON_BLOCKING))
-        self.stream = torch.cuda.ExternalStream(self._stream.handle, device=self.name)
+        self.stream = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
+            self._stream.handle, device=self.name
+        )
         self._kernels: dict[tuple[KernelVariant, int], RawKernel] = {}
 
     def load(self, variant: KernelVariant, params: str, shared_bytes: int) -> RawKernel:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tvr.backends.pycuda_raw.cache import configured_cache_dir
+from tvr.backends.pycuda_raw.variants import MIN_SM
 from tvr.contract import (
     DTYPES,
     AddRmsNormSpec,
@@ -32,7 +34,6 @@ from tvr.hookspecs import hookimpl
 if TYPE_CHECKING:
     from tvr.backends.pycuda_raw.launch import Gpu
 
-MIN_SM = 80  # bf16 mma and cp.async
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 SMALL_BATCH_ROWS = 8
@@ -118,12 +119,7 @@ class PycudaBackend:
             raise ConfigError(
                 f"[options.pycuda] has {', '.join(unknown)}; allowed: {', '.join(OPTIONS)}"
             )
-        if "cache_dir" in options:
-            if not isinstance(options["cache_dir"], str):
-                raise ConfigError(
-                    f"[options.pycuda] cache_dir is {options['cache_dir']!r}; it must be a path"
-                )
-            self._cache_dir = Path(options["cache_dir"]).expanduser()
+        self._cache_dir = configured_cache_dir(options)
 
     @hookimpl
     def tvr_probe(self, device: DeviceFacts) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tvr.backends.pycuda_raw.compile import find_nvcc
+from tvr.backends.pycuda_raw.nvcc import find_nvcc
+from tvr.backends.pycuda_raw.variants import MIN_SM
 from tvr.contract import DeviceFacts
 from tvr.errors import KernelError
 
@@ -30,8 +31,11 @@ def why_unavailable(device: DeviceFacts) -> list[str]:
         )
     except cuda.Error as error:
         reasons.append(f"pycuda cannot start CUDA: {error}")
+    if device.sm is not None and device.sm < MIN_SM:
+        reasons.append(f"needs a GPU of sm_{MIN_SM} or later; {device.name} is sm_{device.sm}")
     try:
         nvcc = find_nvcc()
+        nvcc.require(max(device.sm or 0, MIN_SM))
     except KernelError as error:
         return [*reasons, str(error)]
     # A driver runs code of its own major version, whatever the minor.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MIN_SM = 80  # bf16 matrix instructions and asynchronous copies
+
 #: Names of the dtypes in the sources.
 SHORT_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -39,6 +41,11 @@ class KernelVariant:
         if self.head_dim is not None:
             constants.append(("HEAD_DIM", self.head_dim))
         return tuple(f"-D{name}={value}" for name, value in (*constants, *self.defines))
+
+    @property
+    def constants(self) -> str:
+        """The further constants, for people: `STAGES=3 CTAS=2`."""
+        return " ".join(f"{name}={value}" for name, value in self.defines)
 
     def arch(self, sm: int) -> str:
         """Return the compiler's name of an architecture: 90 is `sm_90`, or `sm_90a`."""
