@@ -137,8 +137,9 @@ def _judge_linear(call: Call) -> None:
     limit = tolerance.frobenius_limit(dtype, x.shape[1])
     slack_of_rows = torch.linalg.vector_norm(slack, dim=-1)
     small_frobenius_in_rows("out", found, wanted, limit, slack_of_rows)
-    as_wide = [t if t is None else t.to(found.dtype) for t in (x, weight, bias)]
-    plain = torch.nn.functional.linear(*as_wide).double()
+    x, weight = x.to(found.dtype), weight.to(found.dtype)
+    bias = None if bias is None else bias.to(found.dtype)
+    plain = torch.nn.functional.linear(x, weight, bias).double()
     error = (plain - wanted).abs().max().item()
     largest = tolerance.max_error_limit(dtype, error, wanted.abs().max().item())
     within("out", found, wanted, largest + slack, f"must be within {largest:.3g} and a little")
