@@ -117,6 +117,13 @@ def test_an_interrupt_keeps_what_is_measured(tmp_path, monkeypatch):
     assert len(data["rows"]) == 1
 
 
+def test_the_table_is_printed_even_if_the_json_cannot_be_written_after_all():
+    done = run_here(*SMALL, "--json", "/dev/full")
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert "attention_decode" in done.stdout
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("command", ["attention", "ops"])
 def test_without_a_gpu_one_line_says_how_to_measure_the_cpu(command):

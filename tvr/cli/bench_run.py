@@ -49,34 +49,42 @@ def run_cells(
     facts, config = _facts(device), find_config(plugins, os.environ)
     began = time.monotonic()
     found: list[list[Row]] = []
+
+    def header() -> dict[str, Any]:
+        seconds, missing = round(time.monotonic() - began, 1), len(found) < len(cells)
+        return {**session.header, "seconds": seconds, "interrupted": missing}
+
+    def flat() -> list[Row]:
+        return [row for rows in found for row in rows]
+
     with redirect_stdout(sys.stderr):  # what a plugin prints belongs to no table
         command = shlex.join(["tvr", *sys.argv[1:]])
         session = Session(backends, facts, config, command=command)
-        allow_interrupts()
-        with suppress(KeyboardInterrupt), suite_bar(len(cells)) as report:
+    allow_interrupts()
+    try:
+        with (
+            redirect_stdout(sys.stderr),
+            suppress(KeyboardInterrupt),
+            suite_bar(len(cells)) as report,
+        ):
             report(0, "what memory gives at best")
             for rows in session.compare(cells):
                 found.append(rows)
+                if json_file is not None:  # each time: the next cell may end the process
+                    write_json(json_file, header(), flat())
                 report(len(found), str(cells[min(len(found), len(cells) - 1)]))
-    num_left = len(cells) - len(found)
-    ending = {"seconds": round(time.monotonic() - began, 1), "interrupted": num_left > 0}
-    header = {**session.header, **ending}
-    flat = [row for rows in found for row in rows]
-    try:
-        if json_file is not None and found:
-            write_json(json_file, header, flat)
         if plot is not None and found:
             from tvr.bench.plot import plot_bandwidth
 
-            plot_bandwidth(plot, header, flat)
+            plot_bandwidth(plot, header(), flat())
     finally:  # where the disk is full, the work is not lost
-        blocks = [_heading(header), format_table(found, session.names)]
-        if num_left:
+        blocks = [_heading(header()), format_table(found, session.names)]
+        if num_left := len(cells) - len(found):
             blocks.append(f"interrupted: {num_left} of {len(cells)} cells were not measured")
         text_writer()("\n\n".join(filter(None, blocks)) + "\n")
     if num_left:
         return EXIT_INTERRUPTED
-    return EXIT_FAILED if failed(flat) else 0
+    return EXIT_FAILED if failed(flat()) else 0
 
 
 def check_can_plot(path: Path, *, has_decodes: bool) -> None:
