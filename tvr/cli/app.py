@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tvr.cli import backend_new, bench
+from tvr.cli import backend_new, bench, kernels
 from tvr.cli.backends import backends
 from tvr.cli.chat import chat
 from tvr.cli.conformance import conformance
@@ -32,6 +32,7 @@ app.command(short_help="List the backends, and who serves which op.")(backends)
 app.add_typer(backend_new.app, name="backend", short_help="Write a backend of your own.")
 app.command(short_help="Check whether a backend keeps the contract.")(conformance)
 app.add_typer(bench.app, name="bench", short_help="Measure how fast backends are.")
+app.add_typer(kernels.app, name="kernels", short_help="Compile CUDA kernels ahead.")
 app.command(short_help="Print what a bug report needs.")(env)
 
 

@@ -14,15 +14,22 @@ from tvr.errors import KernelError
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel to compile for an architecture, major * 10 + minor."""
+    """A kernel to compile.
+
+    Attributes:
+        variant: which one.
+        sm: for which architecture, major * 10 + minor.
+        ops: that load it.
+    """
 
     variant: KernelVariant
     sm: int
+    ops: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return the kernel, its architecture and its further constants."""
-        constants = "".join(f" {name}={value}" for name, value in self.variant.defines)
-        return f"{self.variant.symbol} {self.variant.arch(self.sm)}{constants}"
+        words = (self.variant.symbol, self.variant.arch(self.sm), self.variant.constants)
+        return " ".join(filter(None, words))
 
 
 @dataclass(frozen=True, kw_only=True)

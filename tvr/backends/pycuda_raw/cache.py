@@ -31,6 +31,7 @@ class CompiledKernel:
         cubin: its file.
         symbol: the kernel's name in it.
         arch: as the compiler has it: `sm_90`.
+        constants: those it was compiled with, but for dtype and head_dim: "STAGES=3 CTAS=2".
         key: hash of all that it was made from.
         resources: what it takes.
         warnings: what the compiler said of it.
@@ -40,6 +41,7 @@ class CompiledKernel:
     cubin: Path
     symbol: str
     arch: str
+    constants: str
     key: str
     resources: Resources
     warnings: tuple[str, ...]
@@ -63,6 +65,20 @@ def default_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
             f"no folder for compiled kernels: {error}; set XDG_CACHE_HOME, or cache_dir under "
             "[options.pycuda]"
         ) from error
+
+
+def configured_cache_dir(options: Mapping[str, object]) -> Path | None:
+    """Return `cache_dir` of `[options.pycuda]`; None: it is not set.
+
+    Raises:
+        ConfigError: it is no path.
+    """
+    folder = options.get("cache_dir")
+    if folder is None:
+        return None
+    if not isinstance(folder, str):
+        raise ConfigError(f"[options.pycuda] cache_dir is {folder!r}; it must be a path")
+    return Path(folder).expanduser()
 
 
 class KernelCache:
@@ -89,6 +105,7 @@ class KernelCache:
                 cubin=cubin,
                 symbol=record["symbol"],
                 arch=record["arch"],
+                constants=record["constants"],
                 key=record["key"],
                 resources=Resources(**record["resources"]),
                 warnings=tuple(record["warnings"]),

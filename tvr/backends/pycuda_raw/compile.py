@@ -24,7 +24,7 @@ from tvr.backends.pycuda_raw.cache import (
     KernelCache,
     default_cache_dir,
 )
-from tvr.backends.pycuda_raw.nvcc import Nvcc, flag_variables, run_nvcc
+from tvr.backends.pycuda_raw.nvcc import TIMEOUT_S, Nvcc, flag_variables, run_nvcc
 from tvr.backends.pycuda_raw.nvcc import find_nvcc as find_nvcc
 from tvr.backends.pycuda_raw.nvcc_log import Resources, first_error, read_resources, read_warnings
 from tvr.backends.pycuda_raw.variants import KernelVariant
@@ -60,11 +60,22 @@ def compile_variant(
 
 
 class Compiler:
-    """nvcc with a folder of sources and a cache; threads may share one."""
+    """nvcc with a folder of sources and a cache; threads may share one.
+
+    Args:
+        cache_dir: default: `default_cache_dir()`.
+        source_dir: default: the sources of this package.
+        timeout_s: most seconds for a kernel.
+    """
 
     def __init__(
-        self, nvcc: Nvcc, cache_dir: Path | None = None, source_dir: Path | None = None
+        self,
+        nvcc: Nvcc,
+        cache_dir: Path | None = None,
+        source_dir: Path | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
+        self._timeout_s = timeout_s
         self.nvcc = nvcc
         self.cache = KernelCache(default_cache_dir() if cache_dir is None else cache_dir)
         self.source_dir = SOURCE_DIR if source_dir is None else source_dir
@@ -93,6 +104,7 @@ class Compiler:
                     cubin=cubin,
                     symbol=variant.symbol,
                     arch=arch,
+                    constants=variant.constants,
                     key=key,
                     resources=resources,
                     warnings=read_warnings(log, self.source_dir),
@@ -122,7 +134,7 @@ class Compiler:
         ]
         log = ""
         try:
-            code, log = run_nvcc([*command, str(compiled)], compiled.parent)
+            code, log = run_nvcc([*command, str(compiled)], compiled.parent, self._timeout_s)
             resources = read_resources(log)
             if code == 0 and resources is not None and compiled.is_file():
                 return resources, log

@@ -148,9 +148,7 @@ def flag_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     return [environ.get(name, "") for name in FLAG_VARIABLES]
 
 
-def run_nvcc(
-    command: Sequence[str], scratch: Path, timeout_s: float = TIMEOUT_S
-) -> tuple[int, str]:
+def run_nvcc(command: Sequence[str], scratch: Path, timeout_s: float) -> tuple[int, str]:
     """Run nvcc to its end and return its exit code and what it printed.
 
     Args:

@@ -1,0 +1,149 @@
+"""What `tvr kernels` prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import typer
+
+from tvr.cli.output import remark
+from tvr.cli.progress import suite_bar
+
+if TYPE_CHECKING:
+    from tvr.backends.pycuda_raw.build import Outcome
+    from tvr.backends.pycuda_raw.cache import CompiledKernel, KernelCache
+
+DECODE = "attention_decode"
+
+
+@contextmanager
+def build_reporter(total: int) -> Iterator[Callable[[Outcome], None]]:
+    """Yield what to call with each outcome: a bar on a terminal, else a line on stdout."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    done = 0
+
+    def show(outcome: Outcome) -> None:
+        nonlocal done
+        done += 1
+        report(done, outcome.job.variant.symbol)
+        if not is_terminal:
+            typer.echo(f"[{done}/{total}] {_outcome_text(outcome)}")
+
+    with suite_bar(total) as report:
+        yield show
+
+
+def _outcome_text(outcome: Outcome) -> str:
+    kernel = outcome.kernel
+    if kernel is None:
+        return f"{outcome.job}: failed"
+    how = "in the cache" if outcome.was_there else f"{kernel.seconds:.1f} s"
+    taken = kernel.resources
+    return f"{outcome.job}: {taken.registers} registers, {taken.spill_bytes} bytes spilled, {how}"
+
+
+class Report:
+    """What a build came to.
+
+    Attributes:
+        failed: kernels that did not compile.
+        spills: kernels that keep registers in memory.
+        decode_spills: those among them that decode attention loads.
+    """
+
+    def __init__(self, outcomes: Sequence[Outcome], seconds: float) -> None:
+        self._outcomes = outcomes
+        self._seconds = seconds
+        self.failed = [o for o in outcomes if o.error is not None]
+        self.spills = [o for o in outcomes if o.kernel and o.kernel.resources.spill_bytes]
+        self.decode_spills = [o for o in self.spills if DECODE in o.job.ops]
+
+    def print(self) -> None:
+        """Print warnings and failures on stderr, and one line on stdout."""
+        for warning in dict.fromkeys(
+            w for o in self._outcomes if o.kernel for w in o.kernel.warnings
+        ):
+            remark(f"warning: {warning}")
+        for outcome in self.spills:
+            assert outcome.kernel is not None
+            taken = outcome.kernel.resources
+            kind = "decode kernel " if DECODE in outcome.job.ops else ""
+            remark(
+                f"warning: {kind}{outcome.job} spills: {taken.spill_store_bytes} bytes written, "
+                f"{taken.spill_load_bytes} read"
+            )
+        self._print_failures()
+        typer.echo(self._summary())
+
+    def _print_failures(self) -> None:
+        """Print a line for each, and each different log once, under the first it belongs to."""
+        from tvr.errors import CompileError
+
+        logs = set()
+        for outcome in self.failed:
+            remark(f"error: {outcome.job}: {outcome.error}")
+            if isinstance(outcome.error, CompileError) and outcome.error.log not in logs:
+                logs.add(outcome.error.log)
+                print(outcome.error.log.rstrip(), file=sys.stderr)
+
+    def _summary(self) -> str:
+        kernels = [(o.job, o.kernel) for o in self._outcomes if o.kernel is not None]
+        there = sum(o.was_there for o in self._outcomes)
+        parts = [f"{len(kernels)} kernels in {self._seconds:.1f} s, {there} of them in the cache"]
+        if self.failed:
+            parts.append(f"{len(self.failed)} failed")
+        if kernels:
+            job, most = max(kernels, key=lambda pair: pair[1].resources.registers)
+            parts.append(f"at most {most.resources.registers} registers ({job})")
+            parts.append(f"{len(self.spills)} spill" if self.spills else "none spills")
+        return "; ".join(parts)
+
+
+def kernel_table(cache: KernelCache, now: float) -> list[str]:
+    """Return a line for each kernel in the cache, and one for all."""
+    kernels = cache.kernels()
+    size = sum(kernel.cubin.stat().st_size for kernel in kernels)
+    total = f"{len(kernels)} kernels, {size_text(size)}, in {cache.folder}"
+    if not kernels:
+        return [total]
+    rows: list[tuple[str, ...]]
+    rows = [("kernel", "arch", "registers", "shared", "spills", "size", "age", "constants")]
+    rows += [_row(kernel, now) for kernel in kernels]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    padded = (
+        "  ".join(
+            cell.rjust(width) if 2 <= i < 7 else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return [*(line.rstrip() for line in padded), total]
+
+
+def _row(kernel: CompiledKernel, now: float) -> tuple[str, ...]:
+    status, taken = kernel.cubin.stat(), kernel.resources
+    return (
+        kernel.symbol,
+        kernel.arch,
+        str(taken.registers),
+        str(taken.shared_bytes),
+        str(taken.spill_bytes),
+        size_text(status.st_size),
+        _age_text(now - status.st_mtime),
+        kernel.constants,
+    )
+
+
+def size_text(size: int) -> str:
+    """Return a number of bytes for people."""
+    return f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
+
+
+def _age_text(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
