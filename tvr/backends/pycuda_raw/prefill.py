@@ -1,4 +1,7 @@
-"""Prefill attention: `cuda/prefill.cu` on tensor cores, `cuda/prefill_fp32.cu` for fp32."""
+"""Prefill attention: `cuda/prefill.cu` on tensor cores, `cuda/prefill_fp32.cu` for fp32.
+
+On Hopper `prefill_sm90` takes what it can.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,24 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tvr.backends.pycuda_raw.launch import Gpu, Kernel, Param, float32, int32, int64, tensor
+from tvr.backends.pycuda_raw.launch import Gpu, Kernel, float32, int32, int64, tensor
+from tvr.backends.pycuda_raw.prefill_sm90 import fits, sm90_kernel
 from tvr.backends.pycuda_raw.variants import KernelVariant
 from tvr.contract import AttentionPrefillSpec, BoundOp, StepMeta
 
 #: Attends: (q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, num_seqs, num_tokens, scale,
-#: out, lse). All numbers on the host may be bounds.
+#: out, lse). The numbers of sequences and tokens may be bounds of what the tensors say.
 Launch = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, Tensor, Tensor | None], None
 ]
 
-_BLOCK = 128
-_NUM_STAGES = 2
-
 
 @dataclass(frozen=True)
 class Tiling:
-    """How `prefill.cu` cuts up its work; the source explains the constants.
+    """How `prefill.cu` cuts up its work: its -D constants, which the source explains.
 
-    Attributes:
-        row_tiles, tile_keys, q_in_registers, blocks_per_sm: its -D constants.
+    A head_dim has one `tile_keys` everywhere: the order in which a row's sums are taken follows
+    from it and from nothing else, so a row has the same bits whichever tiling it falls to.
     """
 
     row_tiles: int
@@ -40,26 +41,8 @@ class Tiling:
         """(token, head) rows of a block."""
         return 64 * self.row_tiles
 
-    def variant(self, dtype: str, head_dim: int) -> KernelVariant:
-        return KernelVariant(
-            source="prefill",
-            dtype=dtype,
-            head_dim=head_dim,
-            defines=(
-                ("ROW_TILES", self.row_tiles),
-                ("TILE_KEYS", self.tile_keys),
-                ("Q_IN_REGISTERS", self.q_in_registers),
-                ("BLOCKS_PER_SM", self.blocks_per_sm),
-            ),
-        )
 
-    def shared_bytes(self, head_dim: int) -> int:
-        """Bytes of the queries and of two stages of keys and values: at most 99 KB (sm_120)."""
-        return 2 * head_dim * (self.rows + _NUM_STAGES * 2 * self.tile_keys)
-
-
-#: By head_dim, as many rows as the registers hold. A head_dim has one `tile_keys` everywhere, since
-#: the order in which a row's sums are taken follows from it and from nothing else.
+#: By head_dim, as many rows as the registers hold.
 _TALL = {
     64: Tiling(2, 64, 0, 3),
     80: Tiling(2, 64, 0, 2),
@@ -68,7 +51,7 @@ _TALL = {
     256: Tiling(1, 32, 0, 2),
 }
 
-#: Half as many rows, for steps of too few tokens to fill the device.
+#: Fewer rows, for steps of too few tokens to fill the device.
 _SHORT = {
     64: Tiling(1, 64, 1, 4),
     80: Tiling(1, 64, 1, 3),
@@ -77,23 +60,20 @@ _SHORT = {
     256: Tiling(1, 32, 0, 2),
 }
 
-#: Blocks of the tall tiling that an SM should have before it is worth it.
+#: Blocks of the tall tiling that there should be for each SM before it is worth it.
 _TALL_BLOCKS_PER_SM = 2
 
+_BLOCK = 128
+_NUM_STAGES = 2
 _FP32_ROWS = 32
 _FP32_KEYS = 32
 
 
-def prefill_variants(dtype: str, head_dim: int) -> tuple[KernelVariant, ...]:
-    """Return the kernels that prefill attention is bound to, on every SM."""
-    if dtype == "float32":
-        return (_fp32_variant(head_dim),)
-    tilings = dict.fromkeys((_TALL[head_dim], _SHORT[head_dim]))
-    return tuple(tiling.variant(dtype, head_dim) for tiling in tilings)
-
-
 def bind_attention_prefill(spec: AttentionPrefillSpec, gpu: Gpu) -> BoundOp:
-    launch = mma_kernel(spec, gpu)
+    hopper = sm90_kernel(spec, gpu)
+    # Loaded beside it: strides say which of them takes a call, and by then a graph may be in
+    # capture, when nothing can be loaded.
+    anywhere = mma_kernel(spec, gpu)
 
     def run(
         q: Tensor,
@@ -111,6 +91,9 @@ def bind_attention_prefill(spec: AttentionPrefillSpec, gpu: Gpu) -> BoundOp:
 
         k and v are in the cache already, and are read from there.
         """
+        launch: Launch = anywhere
+        if hopper is not None and fits(q, k_cache, v_cache, scale):
+            launch = hopper
         launch(
             q,
             k_cache,
@@ -130,23 +113,15 @@ def bind_attention_prefill(spec: AttentionPrefillSpec, gpu: Gpu) -> BoundOp:
 
 
 def mma_kernel(spec: AttentionPrefillSpec, gpu: Gpu) -> Launch:
-    """Return the launcher of the kernels that run on every SM from 80 on."""
-    dtype, head_dim = spec.dtype, spec.head_dim
-    if dtype == "float32":
-        fp32 = _fp32_kernel(spec, gpu)
-        return lambda *args: _launch(spec, fp32, _FP32_ROWS, *args)
-    tall, short = _TALL[head_dim], _SHORT[head_dim]
-    kernels = {
-        tiling: Kernel(
-            gpu,
-            tiling.variant(dtype, head_dim),
-            _params(dtype),
-            block=_BLOCK,
-            shared_bytes=tiling.shared_bytes(head_dim),
-        )
-        for tiling in dict.fromkeys((tall, short))
-    }
-    rows_to_be_tall = _TALL_BLOCKS_PER_SM * gpu.num_sms * tall.rows
+    """Return the launcher of the kernels that serve every spec, on every SM from 80 on."""
+    if spec.dtype == "float32":
+        tall_rows = short_rows = _FP32_ROWS
+        tall = short = _fp32_kernel(spec, gpu)
+    else:
+        tilings = _TALL[spec.head_dim], _SHORT[spec.head_dim]
+        tall_rows, short_rows = (tiling.rows for tiling in tilings)
+        tall, short = (_tiled_kernel(spec, gpu, tiling) for tiling in tilings)
+    rows_to_be_tall = _TALL_BLOCKS_PER_SM * gpu.num_sms * tall_rows
 
     def launch(
         q: Tensor,
@@ -161,96 +136,67 @@ def mma_kernel(spec: AttentionPrefillSpec, gpu: Gpu) -> Launch:
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        tiling = tall if num_tokens * spec.num_heads >= rows_to_be_tall else short
-        _launch(
-            spec,
-            kernels[tiling],
-            tiling.rows,
+        if num_tokens == 0:
+            return
+        is_tall = num_tokens * spec.num_heads >= rows_to_be_tall
+        kernel, tile_rows = (tall, tall_rows) if is_tall else (short, short_rows)
+        num_slots = num_tokens * spec.group_size // tile_rows + num_seqs  # see prefill_work.cuh
+        kernel(
+            (spec.num_kv_heads * num_slots,),
             q,
             k_cache,
             v_cache,
             block_table,
             seq_lens,
             cu_seqlens_q,
-            num_seqs,
-            num_tokens,
-            scale,
             out,
             lse,
+            q.stride(0),
+            q.stride(1),
+            k_cache.stride(0),
+            v_cache.stride(0),
+            block_table.stride(0),
+            num_seqs,
+            spec.num_kv_heads,
+            spec.group_size,
+            spec.block_size.bit_length() - 1,
+            scale * math.log2(math.e),
         )
 
     return launch
 
 
-def _launch(
-    spec: AttentionPrefillSpec,
-    kernel: Kernel,
-    tile_rows: int,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    num_seqs: int,
-    num_tokens: int,
-    scale: float,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    """Launch a kernel whose blocks have `tile_rows` rows: see `cuda/prefill_work.cuh`."""
-    if num_tokens == 0:
-        return
-    num_slots = num_tokens * spec.group_size // tile_rows + num_seqs
-    kernel(
-        (spec.num_kv_heads * num_slots,),
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        cu_seqlens_q,
-        out,
-        lse,
-        q.stride(0),
-        q.stride(1),
-        k_cache.stride(0),
-        v_cache.stride(0),
-        block_table.stride(0),
-        num_seqs,
-        spec.num_kv_heads,
-        spec.group_size,
-        spec.block_size.bit_length() - 1,
-        scale * math.log2(math.e),
+def _tiled_kernel(spec: AttentionPrefillSpec, gpu: Gpu, tiling: Tiling) -> Kernel:
+    constants = (
+        ("ROW_TILES", tiling.row_tiles),
+        ("TILE_KEYS", tiling.tile_keys),
+        ("Q_IN_REGISTERS", tiling.q_in_registers),
+        ("BLOCKS_PER_SM", tiling.blocks_per_sm),
     )
-
-
-def _fp32_variant(head_dim: int) -> KernelVariant:
-    return KernelVariant(source="prefill_fp32", dtype="float32", head_dim=head_dim)
+    variant = KernelVariant(
+        source="prefill", dtype=spec.dtype, head_dim=spec.head_dim, defines=constants
+    )
+    # At most 96 KB, which every SM has.
+    shared_bytes = 2 * spec.head_dim * (tiling.rows + _NUM_STAGES * 2 * tiling.tile_keys)
+    return _kernel(gpu, variant, shared_bytes)
 
 
 def _fp32_kernel(spec: AttentionPrefillSpec, gpu: Gpu) -> Kernel:
-    padded = spec.head_dim + 4
-    shared_bytes = 4 * ((_FP32_ROWS + _FP32_KEYS) * padded + _FP32_ROWS * (_FP32_KEYS + 1))
-    return Kernel(
-        gpu,
-        _fp32_variant(spec.head_dim),
-        _params("float32"),
-        block=_BLOCK,
-        shared_bytes=shared_bytes,
-    )
+    variant = KernelVariant(source="prefill_fp32", dtype=spec.dtype, head_dim=spec.head_dim)
+    tiles = (_FP32_ROWS + _FP32_KEYS) * (spec.head_dim + 4)
+    return _kernel(gpu, variant, 4 * (tiles + _FP32_ROWS * (_FP32_KEYS + 1)))
 
 
-def _params(dtype: str) -> tuple[Param, ...]:
-    """Return the parameters that both sources have."""
-    return (
-        tensor("q", dtype),
-        tensor("k_cache", dtype),
-        tensor("v_cache", dtype),
+def _kernel(gpu: Gpu, variant: KernelVariant, shared_bytes: int) -> Kernel:
+    """Load either source: both have these parameters."""
+    params = (
+        tensor("q", variant.dtype),
+        tensor("k_cache", variant.dtype),
+        tensor("v_cache", variant.dtype),
         tensor("block_table", "int32"),
         tensor("seq_lens", "int32"),
         tensor("cu_seqlens_q", "int32"),
-        tensor("out", dtype),
+        tensor("out", variant.dtype),
         tensor("lse", "float32", optional=True),
         int64("q_token_stride"),
         int64("q_head_stride"),
@@ -263,3 +209,4 @@ def _params(dtype: str) -> tuple[Param, ...]:
         int32("log2_block_size"),
         float32("scale_log2"),
     )
+    return Kernel(gpu, variant, params, block=_BLOCK, shared_bytes=shared_bytes)

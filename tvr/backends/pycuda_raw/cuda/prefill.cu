@@ -79,13 +79,13 @@ __device__ __forceinline__ void copy_keys(unsigned char* stage, const scalar_t* 
   const int key = first_key + slice * SLICE;
   const int num_valid = work.num_keys - key;
   const int block_size = 1 << steps.log2_block_size;
-  const int64_t offset =
-      (static_cast<int64_t>(work.kv_head) * block_size + (key & (block_size - 1))) * HEAD_DIM;
+  // Within one block of the pool: no 64 bits are needed for that.
+  const int offset = (work.kv_head * block_size + (key & (block_size - 1))) * HEAD_DIM;
 #pragma unroll
   for (int job = 0; job < 2 * SLICES; job += NUM_WARPS) {
     const bool is_v = job + warp >= SLICES;
-    const scalar_t* source = is_v ? v + block_id * v_block_stride : k + block_id * k_block_stride;
-    copy_slice(stage + (is_v ? TILE_BYTES : 0), slice * SLICE, source + offset, num_valid, aligned);
+    const scalar_t* block = is_v ? v + block_id * v_block_stride : k + block_id * k_block_stride;
+    copy_slice(stage + (is_v ? TILE_BYTES : 0), slice * SLICE, block, offset, num_valid, aligned);
   }
 }
 
@@ -93,7 +93,7 @@ __device__ __forceinline__ void copy_keys(unsigned char* stage, const scalar_t* 
 // last key may be anything and are not looked at.
 __device__ __forceinline__ int block_of_slice(const Work& work, const Steps& steps, int first_key) {
   const int key = first_key + threadIdx.x / WARP % SLICES * SLICE;
-  return key < work.num_keys ? work.blocks[key >> steps.log2_block_size] : 0;
+  return key < work.num_keys ? __ldg(work.blocks + (key >> steps.log2_block_size)) : 0;
 }
 
 // Scores of the warp's rows and a tile of keys: S = Q K^T.
@@ -134,6 +134,18 @@ __device__ __forceinline__ void multiply_keys(float (&scores)[ROW_TILES][TILE_KE
   }
 }
 
+__device__ __forceinline__ void multiply(float (&scores)[ROW_TILES][TILE_KEYS / 8][4],
+                                         float factor) {
+#pragma unroll
+  for (int r = 0; r < ROW_TILES; ++r) {
+#pragma unroll
+    for (int n = 0; n < TILE_KEYS / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[r][n][i] *= factor;
+    }
+  }
+}
+
 // Hides the keys behind each row's own position.
 __device__ __forceinline__ void hide_later_keys(float (&scores)[ROW_TILES][TILE_KEYS / 8][4],
                                                 const Work& work, int group_size, int first_key) {
@@ -159,7 +171,7 @@ __device__ __forceinline__ void hide_later_keys(float (&scores)[ROW_TILES][TILE_
 __device__ __forceinline__ void follow_largest(Rows& rows,
                                                const float (&scores)[ROW_TILES][TILE_KEYS / 8][4],
                                                float scale_log2) {
-  float factor[ROW_TILES][2];
+  float change[ROW_TILES][2];
   bool moved = false;
 #pragma unroll
   for (int r = 0; r < ROW_TILES; ++r) {
@@ -175,7 +187,7 @@ __device__ __forceinline__ void follow_largest(Rows& rows,
       const float wanted = largest * scale_log2;
       const float base = rows.base[r][half];
       const bool moves = wanted > base + SLACK;  // false while both are -inf
-      factor[r][half] = moves ? exp2_fast(base - wanted) : 1.0f;
+      change[r][half] = moves ? exp2_fast(base - wanted) : 1.0f;
       rows.base[r][half] = moves ? wanted : base;
       moved = moved || moves;
     }
@@ -183,12 +195,12 @@ __device__ __forceinline__ void follow_largest(Rows& rows,
   if (!__any_sync(0xffffffffu, moved)) return;
 #pragma unroll
   for (int r = 0; r < ROW_TILES; ++r) {
-    rows.sum[r][0] *= factor[r][0];
-    rows.sum[r][1] *= factor[r][1];
+    rows.sum[r][0] *= change[r][0];
+    rows.sum[r][1] *= change[r][1];
 #pragma unroll
     for (int n = 0; n < HEAD_DIM / 8; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) rows.out[r][n][i] *= factor[r][i / 2];
+      for (int i = 0; i < 4; ++i) rows.out[r][n][i] *= change[r][i / 2];
     }
   }
 }
@@ -300,6 +312,9 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * WARP, BLOCKS_PER_SM) KE
     }
   }
   uint32_t q_registers[ROW_TILES][K_STEPS][4];
+  // Usually scores are scaled where their exponentials are taken, at no cost. But the largest score
+  // is the largest scaled score, and a hidden -inf stays one, only if the scale is above 0.
+  const float factor = scale_log2 > 0.0f ? scale_log2 : 1.0f;
 
   for (int first_key = 0; first_key < work.num_keys; first_key += TILE_KEYS) {
     cp_async_wait<0>();
@@ -325,10 +340,11 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * WARP, BLOCKS_PER_SM) KE
     const unsigned char* k_tile = stages + stage_offset(first_key);
     float scores[ROW_TILES][TILE_KEYS / 8][4];
     multiply_keys(scores, q_registers, q_tile, k_tile);
+    if (scale_log2 <= 0.0f) multiply(scores, scale_log2);
     // The first row sees the fewest keys.
     if (next_key > work.num_keys_of_first) hide_later_keys(scores, work, group_size, first_key);
-    follow_largest(rows, scores, scale_log2);
-    add_values(rows, scores, scale_log2, k_tile + TILE_BYTES);
+    follow_largest(rows, scores, factor);
+    add_values(rows, scores, factor, k_tile + TILE_BYTES);
   }
 
   // The warp's queries are used up: its output goes through their place, so as to be written in

@@ -42,27 +42,41 @@ __device__ __forceinline__ void copy_unaligned_chunk(unsigned char* tile, int ro
   for (int i = 0; i < CHUNK; ++i) target[i] = valid ? source[i] : from_float<scalar_t>(0.0f);
 }
 
-// Copies 16 tokens of a cache, the first of them at `source`, to rows first_row and on of a tile.
-// Rows from num_valid on become zeros, and are not read: they may hold NaN, of which 0 * NaN would
-// be left in the sum. Called by a warp; the tokens are one run of memory.
+// Copies 16 tokens of a block of a cache, from number `offset` of the block on, to rows first_row
+// and on of a tile; 16 divides first_row. Rows from num_valid on become zeros, and are not read:
+// they may hold NaN, of which 0 * NaN would be left in the sum. Called by a warp; the tokens are one
+// run of memory.
 __device__ __forceinline__ void copy_slice(unsigned char* tile, int first_row,
-                                           const scalar_t* __restrict__ source, int num_valid,
-                                           bool aligned) {
+                                           const scalar_t* __restrict__ block, int offset,
+                                           int num_valid, bool aligned) {
   constexpr int SLICE_CHUNKS = SLICE * CHUNKS;
   static_assert(SLICE_CHUNKS % WARP == 0, "every lane copies as many chunks");
   const int lane = threadIdx.x % WARP;
-  if (aligned) {
+  if (aligned && WARP % CHUNKS == 0) {
+    // The swizzle is linear in a row's bits, so that
+    // of the sum of two rows without a bit in common is the XOR of both: only constants depend on
+    // i, and one or two addresses do for all chunks.
+    const scalar_t* source = block + (offset + lane * CHUNK);
+    const int row = lane / CHUNKS;
+    unsigned char* target = tile + (first_row + row) * ROW_BYTES;
+    const int swizzled = (lane % CHUNKS ^ swizzle(row)) * 16;
 #pragma unroll
-    for (int i = 0; i < SLICE_CHUNKS; i += WARP) {
-      const int row = (i + lane) / CHUNKS;
-      copy_chunk(tile, first_row + row, (i + lane) % CHUNKS, source + (i + lane) * CHUNK,
-                 row < num_valid);
+    for (int i = 0; i < SLICE_CHUNKS / WARP; ++i) {
+      const int below = i * (WARP / CHUNKS);
+      cp_async_16(target + below * ROW_BYTES + (swizzled ^ swizzle(below) * 16),
+                  source + i * WARP * CHUNK, row + below < num_valid);
+    }
+  } else if (aligned) {
+#pragma unroll
+    for (int c = lane; c < SLICE_CHUNKS; c += WARP) {
+      copy_chunk(tile, first_row + c / CHUNKS, c % CHUNKS, block + (offset + c * CHUNK),
+                 c / CHUNKS < num_valid);
     }
   } else {
 #pragma unroll 1
     for (int c = lane; c < SLICE_CHUNKS; c += WARP) {
-      copy_unaligned_chunk(tile, first_row + c / CHUNKS, c % CHUNKS, source + c * CHUNK,
-                           c / CHUNKS < num_valid);
+      copy_unaligned_chunk(tile, first_row + c / CHUNKS, c % CHUNKS,
+                           block + (offset + c * CHUNK), c / CHUNKS < num_valid);
     }
   }
 }
