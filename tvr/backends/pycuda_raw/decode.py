@@ -23,8 +23,8 @@ PLAN_PARAMS = (
     tensor("starts", "int32"),
     tensor("ranks", "int32"),
     tensor("counters", "int32", optional=True),
-    *map(int32, ("num_seqs", "num_bundles", "num_blocks", "tile_tokens", "max_splits")),
-    int32("min_split_tiles"),
+    *map(int32, ("num_seqs", "num_bundles", "num_parts", "num_blocks", "tile_tokens")),
+    *map(int32, ("max_splits", "min_split_tiles")),
 )
 
 
@@ -117,7 +117,7 @@ class _OnePass:
         """q, out [S, H, D]; lse [S, H] fp32."""
         sizes = _sizes(self._spec, q, k_cache, v_cache, step.block_table, scale)
         self._kernel(
-            (self._shape.num_bundles, step.num_seqs),
+            (self._shape.num_parts, self._shape.num_kv_heads, step.num_seqs),
             q,
             k_cache,
             v_cache,
@@ -189,6 +189,7 @@ class _Split:
             parts.get("counters"),
             step.num_seqs,
             self._shape.num_bundles,
+            self._shape.num_parts,
             self._num_blocks,
             self._shape.tile_tokens,
             self._rule.max_splits,
@@ -228,7 +229,7 @@ class _Split:
         )
         if self._combine is not None:
             self._combine(
-                (self._shape.num_bundles, step.num_seqs),
+                (self._shape.num_parts, self._shape.num_kv_heads, step.num_seqs),
                 parts["starts"],
                 parts["partial_o"],
                 parts["partial_scales"],

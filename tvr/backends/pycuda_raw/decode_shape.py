@@ -35,7 +35,7 @@ class DecodeShape:
         ctas: blocks that a multiprocessor holds.
         group_tiles: tensor-core tiles for the query heads of a bundle.
         bundle_size: most query heads of a bundle.
-        num_bundles: of all KV heads.
+        num_kv_heads, num_parts: there are num_parts bundles for each KV head.
         shared_bytes: dynamic shared memory of a block.
         state_bytes: the part of it that is not rings; all that the combine needs.
     """
@@ -45,7 +45,8 @@ class DecodeShape:
     ctas: int
     group_tiles: int
     bundle_size: int
-    num_bundles: int
+    num_kv_heads: int
+    num_parts: int
     shared_bytes: int
     state_bytes: int
 
@@ -53,6 +54,11 @@ class DecodeShape:
     def tile_tokens(self) -> int:
         """Tokens that a block takes at a time."""
         return self.warps * SLICE
+
+    @property
+    def num_bundles(self) -> int:
+        """Bundles of all KV heads."""
+        return self.num_kv_heads * self.num_parts
 
     @property
     def threads(self) -> int:
@@ -72,10 +78,12 @@ def decode_shape(spec: AttentionDecodeSpec, max_shared_bytes: int) -> DecodeShap
         room = (max_shared_bytes + _RESERVED_BYTES) // ctas - _RESERVED_BYTES - _STATIC_BYTES
         stage_bytes = warps * 2 * SLICE * spec.head_dim * item_bytes
         row_bytes = (spec.head_dim + _STATE_PAD) * 4 + _SCALE_BYTES
-        state_bytes = warps * bundle_size * row_bytes + query_bytes
-        stages = min(_MAX_STAGES, (room - state_bytes) // stage_bytes)
+        # Room for full bundles: models with other groups then share a kernel.
+        full_bytes = warps * _TILE_HEADS * group_tiles * row_bytes + query_bytes
+        stages = min(_MAX_STAGES, (room - full_bytes) // stage_bytes)
         if stages >= min_stages:
             break
+    state_bytes = warps * bundle_size * row_bytes + query_bytes
     assert stages >= 2, f"{max_shared_bytes} bytes of shared memory are less than any GPU has"
     return DecodeShape(
         warps=warps,
@@ -83,7 +91,8 @@ def decode_shape(spec: AttentionDecodeSpec, max_shared_bytes: int) -> DecodeShap
         ctas=ctas,
         group_tiles=group_tiles,
         bundle_size=bundle_size,
-        num_bundles=spec.num_kv_heads * -(-spec.group_size // bundle_size),
+        num_kv_heads=spec.num_kv_heads,
+        num_parts=-(-spec.group_size // bundle_size),
         shared_bytes=stages * stage_bytes + state_bytes,
         state_bytes=state_bytes,
     )
@@ -107,13 +116,4 @@ def decode_variant(source: str, spec: AttentionDecodeSpec, max_shared_bytes: int
             ("GROUP_TILES", shape.group_tiles),
             ("CTAS", shape.ctas),
         ),
-    )
-
-
-def decode_variants(spec: AttentionDecodeSpec, max_shared_bytes: int) -> tuple[KernelVariant, ...]:
-    """Return all kernels that decode with these dtypes and heads may need, however it is split."""
-    sources = ("fd_split", "fd_combine", "paged_attention")
-    return (
-        plan_variant(spec),
-        *(decode_variant(source, spec, max_shared_bytes) for source in sources),
     )

@@ -58,7 +58,7 @@ __device__ __forceinline__ void decode(const Inputs& in, const Work& work, const
   Prefetcher ahead(in, work);
   WarpState<scalar_t> state;
   Segment segment = work.lead;
-  Bundle bundle = bundle_of(segment.bundle, in.group_size);
+  Bundle bundle = bundle_of(segment.kv_head, segment.part, in.group_size);
   state.begin(in, segment.seq, bundle, shared.queries);
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     ahead.load_next(shared.ring + stage * STAGE_BYTES);
@@ -81,8 +81,8 @@ __device__ __forceinline__ void decode(const Inputs& in, const Work& work, const
     state.put(shared.states, bundle.num_heads);
     finish_segment(segment, bundle, shared.states, partials, outputs);
     if (num_done == work.num_rest) return;
-    segment = work.rest[num_done++];
-    bundle = bundle_of(segment.bundle, in.group_size);
+    segment = load_record(work.rest + num_done++);
+    bundle = bundle_of(segment.kv_head, segment.part, in.group_size);
     __syncthreads();  // the states have been read
     state.begin(in, segment.seq, bundle, shared.queries);
   }

@@ -66,19 +66,22 @@ struct WarpState {
   __device__ __forceinline__ void attend(const unsigned char* stage, int num_valid,
                                          float scale_log2) {
     const int lane = threadIdx.x % WARP;
-    float scores[GROUP_TILES][4] = {};
+    // Two sums, so that half as many products wait for the one before.
+    float scores[GROUP_TILES][4] = {}, others[GROUP_TILES][4] = {};
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) {
       uint32_t k[4];
       ldmatrix_x4(k, stage + chunk_offset(lane % 16, 2 * step + lane / 16));
 #pragma unroll
       for (int tile = 0; tile < GROUP_TILES; ++tile) {
-        mma_m16n8k16<T>(scores[tile], k, q[tile][step]);
+        mma_m16n8k16<T>(step % 2 ? others[tile] : scores[tile], k, q[tile][step]);
       }
     }
     uint32_t weights[GROUP_TILES][2];
 #pragma unroll
     for (int tile = 0; tile < GROUP_TILES; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[tile][i] += others[tile][i];
       weigh(scores[tile], tile, num_valid, scale_log2);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

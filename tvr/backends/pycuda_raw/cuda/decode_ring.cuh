@@ -6,7 +6,6 @@
 // other while they read.
 #pragma once
 
-#include "common.cuh"
 #include "decode_work.cuh"
 
 constexpr int THREADS = WARPS * WARP;
@@ -41,16 +40,13 @@ struct Inputs {
 
 // The query heads of a segment.
 struct Bundle {
-  int kv_head;
   int first_head;
   int num_heads;  // at most HEADS
 };
 
-__device__ __forceinline__ Bundle bundle_of(int bundle, int group_size) {
-  const int per_kv_head = (group_size + HEADS - 1) / HEADS;
-  const int kv_head = bundle / per_kv_head;
-  const int before = (bundle - kv_head * per_kv_head) * HEADS;
-  return {kv_head, kv_head * group_size + before, min(HEADS, group_size - before)};
+__device__ __forceinline__ Bundle bundle_of(int kv_head, int part, int group_size) {
+  const int before = part * HEADS;
+  return {kv_head * group_size + before, min(HEADS, group_size - before)};
 }
 
 // A block's segments: the lead, then the rest.
@@ -69,23 +65,27 @@ __device__ __forceinline__ int chunk_offset(int token, int chunk) {
   return (token * ROW_CHUNKS + (chunk ^ flip)) * 16;
 }
 
-// Starts copying the tokens at `source` to a slice. Tokens from num_valid on become zeros and are
-// not read: they may hold NaN, and 0 * NaN would stay in the sum.
+// Starts copying 16 tokens to a slice; `source` is the lane's first chunk of them. Tokens from
+// num_valid on become zeros and are not read: they may hold NaN, and 0 * NaN would stay in the sum.
 __device__ __forceinline__ void copy_slice(unsigned char* slice, const scalar_t* source,
                                            int num_valid, bool aligned) {
   const int lane = threadIdx.x % WARP;
+  if (aligned) {
+    const int num_valid_chunks = num_valid * ROW_CHUNKS - lane;  // from this lane's first one on
 #pragma unroll
-  for (int i = 0; i < SLICE * ROW_CHUNKS / WARP; ++i) {
-    const int c = i * WARP + lane;
-    const int token = c / ROW_CHUNKS;
-    unsigned char* target = slice + chunk_offset(token, c % ROW_CHUNKS);
-    if (aligned) {
-      cp_async_16(target, source + c * CHUNK, token < num_valid);
-    } else {
-      scalar_t* values = reinterpret_cast<scalar_t*>(target);
-      for (int j = 0; j < CHUNK; ++j) {
-        values[j] = token < num_valid ? source[c * CHUNK + j] : from_float<scalar_t>(0.0f);
-      }
+    for (int i = 0; i < SLICE * ROW_CHUNKS / WARP; ++i) {
+      const int c = i * WARP + lane;
+      cp_async_16(slice + chunk_offset(c / ROW_CHUNKS, c % ROW_CHUNKS), source + i * WARP * CHUNK,
+                  i * WARP < num_valid_chunks);
+    }
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < SLICE * HEAD_DIM / WARP; ++i) {
+      const int c = i / CHUNK * WARP + lane, token = c / ROW_CHUNKS;
+      unsigned char* chunk = slice + chunk_offset(token, c % ROW_CHUNKS);
+      reinterpret_cast<scalar_t*>(chunk)[i % CHUNK] =
+          token < num_valid ? source[i / CHUNK * WARP * CHUNK + i % CHUNK]
+                            : from_float<scalar_t>(0.0f);
     }
   }
 }
@@ -99,7 +99,7 @@ struct Prefetcher {
   int num_begun = 0;
   int tile = 0;  // of the next slice, within the segment
   int ids = 0;   // lane i: the KV block of the i-th slice of the 32 that this one is among
-  const scalar_t* k = nullptr;  // the KV head in block 0
+  const scalar_t* k = nullptr;  // this lane's first chunk of the KV head in block 0
   const scalar_t* v = nullptr;
 
   __device__ __forceinline__ Prefetcher(const Inputs& in, const Work& work)
@@ -110,10 +110,10 @@ struct Prefetcher {
   __device__ __forceinline__ void begin_segment() {
     segment = next;
     tile = 0;
-    if (num_begun < work.num_rest) next = work.rest[num_begun];
+    if (num_begun < work.num_rest) next = load_record(work.rest + num_begun);
     ++num_begun;
-    const int kv_head = bundle_of(segment.bundle, in.group_size).kv_head;
-    const int64_t offset = (static_cast<int64_t>(kv_head) << in.block_shift) * HEAD_DIM;
+    const int64_t offset = (static_cast<int64_t>(segment.kv_head) << in.block_shift) * HEAD_DIM +
+                           threadIdx.x % WARP * CHUNK;
     k = in.k_cache + offset;
     v = in.v_cache + offset;
   }
@@ -123,7 +123,8 @@ struct Prefetcher {
     if (num_begun > work.num_rest + 1) return;
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int token = (segment.first_tile + tile) * TILE + warp * SLICE;
-    if (tile % WARP == 0) {
+    const int place = tile & (WARP - 1);
+    if (place == 0) {
       // One read of the table for 32 slices. Entries behind the sequence's end are not read.
       const int ahead = token + lane * TILE;
       if (tile + lane < segment.num_tiles && ahead < segment.seq_len) {
@@ -132,7 +133,7 @@ struct Prefetcher {
     }
     const int num_valid = segment.seq_len - token;
     if (num_valid > 0) {
-      const int64_t block = __shfl_sync(0xffffffffu, ids, tile % WARP);
+      const int64_t block = __shfl_sync(0xffffffffu, ids, place);
       const int inside = (token & ((1 << in.block_shift) - 1)) * HEAD_DIM;
       copy_slice(stage, k + block * in.k_block_stride + inside, num_valid, in.aligned);
       copy_slice(stage + SLICE_BYTES, v + block * in.v_block_stride + inside, num_valid,

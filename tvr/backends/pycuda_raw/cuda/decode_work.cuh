@@ -1,14 +1,17 @@
 // Who reads which keys in a decode step: what fd_plan writes and fd_split works off.
 //
-// A bundle is the query heads that one block works on together: those of one KV head, or HEADS of
-// them where there are more. A pair is a sequence and a bundle; its keys are cut into tiles of so
+// A bundle is the query heads that one block works on together: those of one KV head, or a part of
+// them where they are too many. A pair is a sequence and a bundle; its keys are cut into tiles of as
 // many tokens as a block takes at a time.
 #pragma once
+
+#include "common.cuh"
 
 // A run of tiles of one pair, worked off by one block. 32 bytes: two loads.
 struct alignas(16) Segment {
   int seq;           // row of q, of the block table and of the output
-  int bundle;        // KV head * bundles of a KV head + bundle within it
+  short kv_head;     // with `part`: the bundle
+  short part;        // of the query heads of the KV head
   int first_tile;    // within the pair
   int num_tiles;     // at least 1
   int seq_len;       // tokens of the sequence
@@ -25,6 +28,20 @@ struct alignas(16) BlockWork {
   int num_empty;
   Segment lead;  // the first to be worked off, though the last of the run; num_tiles 0: nothing
 };
+
+// Reads a record in loads of 16 bytes that all start at once, and are not put off to where a field is
+// first needed: a block begins with them.
+template <typename T>
+__device__ __forceinline__ T load_record(const T* record) {
+  static_assert(sizeof(T) % 16 == 0 && alignof(T) == 16, "a record is made of 16 bytes");
+  T loaded;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 16); ++i) {
+    reinterpret_cast<uint4*>(&loaded)[i] =
+        load_16_once(reinterpret_cast<const uint4*>(record) + i);
+  }
+  return loaded;
+}
 
 // A balanced plan cuts the tiles of all pairs, laid end to end, into equal runs, one a block. So a
 // block has at most two partial results: of the pair that it goes on with from the block before it

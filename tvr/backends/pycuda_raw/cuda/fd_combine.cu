@@ -1,7 +1,7 @@
 // Second pass of flash decoding with fixed splits: merges the partial results of each sequence and
 // bundle of query heads, always in the same order, and normalises once.
 //
-// Grid: (bundles, num_seqs). Block: 32 * WARPS threads.
+// Grid: (bundles of a KV head, num_kv_heads, num_seqs). Block: 32 * WARPS threads.
 // Shared memory: decode_shape.py computes it; WARPS states of a bundle.
 // Required: as fd_split. SMs: 80 and up. Numerics: all fp32; the result is rounded once.
 // Alone: nvcc -cubin -arch=sm_90 -std=c++17 -O3 --expt-relaxed-constexpr -DDTYPE=bf16 -DHEAD_DIM=64
@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL_NAME(fd_combine)(
     float* lse,                            // [num_seqs, num_heads]; may be null
     int num_heads, int group_size) {
   DYNAMIC_SHARED(memory);
-  const int bundle = blockIdx.x, seq = blockIdx.y, num_bundles = gridDim.x;
+  const int part = blockIdx.x, kv_head = blockIdx.y, seq = blockIdx.z;
   const int before = first_splits[seq], num_splits = first_splits[seq + 1] - before;
   if (num_splits < 2) return;  // fd_split wrote the result itself
   const int bundle_size = min(HEADS, group_size);
@@ -26,7 +26,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL_NAME(fd_combine)(
                          bundle_size};
   const Partials partials = {partial_o, reinterpret_cast<Scale*>(partial_scales), nullptr,
                              bundle_size};
-  const Bundle heads = bundle_of(bundle, group_size);
+  const Bundle heads = bundle_of(kv_head, part, group_size);
+  const int num_bundles = static_cast<int>(gridDim.x * gridDim.y), bundle = kv_head * gridDim.x + part;
   const int first_slot = before * num_bundles + bundle * num_splits;
   read_partials<fixed_slot>(partials, states, first_slot, num_splits, heads.num_heads);
   __syncthreads();

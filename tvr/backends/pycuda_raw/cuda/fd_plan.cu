@@ -66,6 +66,7 @@ struct Plan {
   const int* ranks;                  // [num_seqs] sequences with keys among those before
   int num_seqs;
   int num_bundles;
+  int num_parts;  // bundles of a KV head
   int tile_tokens;
   int max_splits;       // of a pair; 0: balanced
   int min_split_tiles;  // fixed: no split is to be shorter
@@ -118,6 +119,16 @@ __device__ __forceinline__ Pair pair_of(const Plan& plan, int unit) {
   return pair_at(plan, low, (unit - first.first_unit) / first.num_units);
 }
 
+// What all segments of a pair have in common.
+__device__ __forceinline__ Segment segment_of(const Plan& plan, const Pair& pair) {
+  Segment segment;
+  segment.seq = pair.seq;
+  segment.kv_head = pair.bundle / plan.num_parts;
+  segment.part = pair.bundle % plan.num_parts;
+  segment.seq_len = plan.seq_lens[pair.seq];
+  return segment;
+}
+
 // The segment that a block has of a pair, of which it has at least a tile.
 __device__ __forceinline__ Segment balanced_segment(const Plan& plan, const Pair& pair, int block) {
   const int behind = pair.first_unit + pair.num_units;
@@ -125,12 +136,9 @@ __device__ __forceinline__ Segment balanced_segment(const Plan& plan, const Pair
   const int end = min(behind, (block + 1) * plan.per_block);
   const int first_block = pair.first_unit / plan.per_block;
   const int last_block = (behind - 1) / plan.per_block;
-  Segment segment;
-  segment.seq = pair.seq;
-  segment.bundle = pair.bundle;
+  Segment segment = segment_of(plan, pair);
   segment.first_tile = begin - pair.first_unit;
   segment.num_tiles = end - begin;
-  segment.seq_len = plan.seq_lens[pair.seq];
   segment.slot = 2 * block + (block == first_block);
   segment.first_slot = 2 * first_block + 1;
   segment.num_partials = last_block - first_block + 1;
@@ -169,12 +177,9 @@ __device__ __forceinline__ void plan_balanced(const Plan& plan, BlockWork* block
 
 __device__ __forceinline__ Segment fixed_segment(const Plan& plan, const Pair& pair, int unit) {
   const int num_tiles = plan.tiles(pair.seq), size = plan.split_tiles(num_tiles);
-  Segment segment;
-  segment.seq = pair.seq;
-  segment.bundle = pair.bundle;
+  Segment segment = segment_of(plan, pair);
   segment.first_tile = (unit - pair.first_unit) * size;
   segment.num_tiles = min(size, num_tiles - segment.first_tile);
-  segment.seq_len = plan.seq_lens[pair.seq];
   segment.slot = unit;
   segment.first_slot = pair.first_unit;
   segment.num_partials = pair.num_units;
@@ -209,10 +214,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL_NAME(fd_plan)(
     int* starts,        // [num_seqs + 1]
     int* ranks,         // [num_seqs]
     int* counters,      // [2 * num_blocks]; null if splits are fixed
-    int num_seqs, int num_bundles, int num_blocks, int tile_tokens, int max_splits,
+    int num_seqs, int num_bundles, int num_parts, int num_blocks, int tile_tokens, int max_splits,
     int min_split_tiles) {
-  Plan plan = {seq_lens,    starts,     ranks,           num_seqs, num_bundles,
-               tile_tokens, max_splits, min_split_tiles, 0,        0};
+  Plan plan = {seq_lens,  starts,      ranks,      num_seqs,        num_bundles,
+               num_parts, tile_tokens, max_splits, min_split_tiles, 0, 0};
   Sums done = {0, 0, 0};
   for (int first = 0; first < num_seqs; first += THREADS) {
     const int seq = first + threadIdx.x;

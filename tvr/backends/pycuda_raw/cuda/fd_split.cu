@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL_NAME(fd_split
   const Partials partials = {partial_o, reinterpret_cast<Scale*>(partial_scales), counters,
                              bundle_size};
   const Outputs outputs = {out, lse, num_heads};
-  const BlockWork mine = blocks[blockIdx.x];
+  const BlockWork mine = load_record(blocks + blockIdx.x);
   if (mine.lead.num_tiles > 0) {
     const Work work = {mine.lead, segments + mine.first_rest, mine.num_rest};
     decode(in, work, partials, outputs, Shared(memory, bundle_size));

@@ -1,7 +1,7 @@
 // Attention of one new token a sequence over the paged KV cache in one pass: a block takes all keys
 // of a sequence and a bundle of query heads. Needs no plan; fast where sequences are many or short.
 //
-// Grid: (bundles, num_seqs). Block: 32 * WARPS threads.
+// Grid: (bundles of a KV head, num_kv_heads, num_seqs). Block: 32 * WARPS threads.
 // Shared memory: decode_shape.py computes it; rings, then WARPS states of a bundle.
 // Required: -DDTYPE=bf16|fp16|fp32 -DHEAD_DIM=64|80|96|128|256 -DWARPS=1..4 -DSTAGES>=2
 //   -DGROUP_TILES=1|2 -DCTAS>=1. SMs: 80 and up.
@@ -28,15 +28,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL_NAME(paged_at
                      table_stride, scale_log2,    group_size,     block_shift,
                      aligned};
   const Outputs outputs = {out, lse, num_heads};
-  const int bundle = blockIdx.x, seq = blockIdx.y;
+  const int seq = blockIdx.z;
   const int seq_len = seq_lens[seq];
   if (seq_len == 0) {
-    if (bundle == 0) write_empty(outputs, seq);
+    if (blockIdx.x == 0 && blockIdx.y == 0) write_empty(outputs, seq);
     return;
   }
   Segment all;
   all.seq = seq;
-  all.bundle = bundle;
+  all.kv_head = blockIdx.y;
+  all.part = blockIdx.x;
   all.first_tile = 0;
   all.num_tiles = (seq_len + TILE - 1) / TILE;
   all.seq_len = seq_len;

@@ -89,10 +89,11 @@ __device__ __forceinline__ void write_result(const States& states, const Outputs
     const int head = i / QUADS, channel = i % QUADS * QUAD;
     const QuadState merged = merge_warps(states, head, channel);
     const int64_t row = static_cast<int64_t>(seq) * outputs.num_heads + first_head + head;
+    const float inverse = 1.0f / merged.scale.sum;
     OutQuad result;
 #pragma unroll
     for (int j = 0; j < QUAD; ++j) {
-      result.values[j] = from_float<scalar_t>(merged.o.values[j] / merged.scale.sum);
+      result.values[j] = from_float<scalar_t>(merged.o.values[j] * inverse);
     }
     *reinterpret_cast<OutQuad*>(outputs.out + row * HEAD_DIM + channel) = result;
     if (outputs.lse != nullptr && channel == 0) {
