@@ -24,8 +24,7 @@ from tvr.backends.pycuda_raw.cache import (
     KernelCache,
     default_cache_dir,
 )
-from tvr.backends.pycuda_raw.nvcc import TIMEOUT_S, Nvcc, flag_variables, run_nvcc
-from tvr.backends.pycuda_raw.nvcc import find_nvcc as find_nvcc
+from tvr.backends.pycuda_raw.nvcc import TIMEOUT_S, Nvcc, find_nvcc, flag_variables, run_nvcc
 from tvr.backends.pycuda_raw.nvcc_log import Resources, first_error, read_resources, read_warnings
 from tvr.backends.pycuda_raw.variants import KernelVariant
 from tvr.errors import CompileError, KernelError
