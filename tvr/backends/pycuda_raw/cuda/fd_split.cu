@@ -38,7 +38,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL_NAME(fd_split
                              bundle_size};
   const Outputs outputs = {out, lse, num_heads};
   const BlockWork mine = load_record(blocks + blockIdx.x);
-  if (mine.lead.num_tiles > 0) {
+  // The length is asked for as well so that it is loaded with the rest, and not behind the branch.
+  if (min(mine.lead.num_tiles, mine.lead.seq_len) > 0) {
     const Work work = {mine.lead, segments + mine.first_rest, mine.num_rest};
     decode(in, work, partials, outputs, Shared(memory, bundle_size));
   }

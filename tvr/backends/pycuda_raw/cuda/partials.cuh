@@ -159,10 +159,8 @@ __device__ __forceinline__ bool is_last_of(int* counter, int num_partials) {
   __shared__ bool is_last;
   __syncthreads();  // the block has written all of its partial
   if (threadIdx.x == 0) {
-    __threadfence();  // the partial is seen before the count
-    is_last = atomicAdd(counter, 1) == num_partials - 1;
+    is_last = count_arrival(counter, 1) == num_partials - 1;
     if (is_last) *counter = 0;
-    __threadfence();  // and the count before the other blocks' partials
   }
   __syncthreads();
   return is_last;
