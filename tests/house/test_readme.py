@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tvr.backends.pycuda_raw.plugin import PycudaBackend
 from tvr.backends.torch_ref import plugin as torch_ref
 from tvr.contract import OPS
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-BACKENDS = [torch_ref]
+BACKENDS = [PycudaBackend(), torch_ref]
 
 
 def backend_row(plugin) -> str:

@@ -27,6 +27,10 @@ def test_the_wheel_ships_package_data_and_nothing_else(tmp_path):
     assert tops == {"tvr", "_tvr_pytest.py"}
     suite = {f"tvr/conformance/{name}" for name in ("test_conformance.py", "report.html")}
     assert suite <= set(names)
+    kernels = (ROOT / "tvr" / "backends" / "pycuda_raw" / "cuda").glob("*.cu*")
+    shipped = {f"tvr/backends/pycuda_raw/cuda/{source.name}" for source in kernels}
+    assert "tvr/backends/pycuda_raw/cuda/fd_split.cu" in shipped
+    assert shipped <= set(names)
     entry_points = next(n for n in names if n.endswith("entry_points.txt"))
     text = zipfile.ZipFile(wheel).read(entry_points).decode()
     assert "[tvr.backends.v1]" in text
