@@ -6,10 +6,10 @@ import argparse
 import sys
 
 import torch
+
 from support.cuda_on_cpu.backend import PycudaOnCpu
 from support.cuda_on_cpu.gpu import CpuGpu
 from support.cuda_on_cpu.library import why_not
-
 from tvr.conformance import CheckResult, check_backend, format_results
 
 
@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--order", type=int, default=1, help="of blocks and warps; 0: natural")
     parser.add_argument("--sms", type=int, default=4, help="multiprocessors the host code sees")
     parser.add_argument("--max-examples", type=int, help="cases drawn for each check")
+    parser.add_argument("--checked", action="store_true", help="check every access to memory")
     parser.add_argument("--debug", action="store_true", help="compile with -O0 -g")
     parser.add_argument("-v", action="store_true", help="a line for each case")
     args = parser.parse_args()
@@ -30,7 +31,7 @@ def main() -> int:
         print(reason, file=sys.stderr)
         return 2
     torch.set_num_threads(1)
-    gpu = CpuGpu(seed=args.order, num_sms=args.sms, debug=args.debug)
+    gpu = CpuGpu(seed=args.order, num_sms=args.sms, checked=args.checked, debug=args.debug)
 
     def tell(result: CheckResult) -> None:
         if args.v:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from support.cuda_on_cpu.gpu import CpuGpu
-
 from tvr.backends.pycuda_raw.plugin import PycudaBackend, backend_info
 from tvr.contract import DeviceFacts
 from tvr.hookspecs import hookimpl

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 import threading
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
-from support.cuda_on_cpu.library import KERNELS, build
+from torch import Tensor
 
+from support.cuda_on_cpu.library import KERNELS, build
 from tvr.backends.pycuda_raw.launch import Dim3, RawKernel
 from tvr.backends.pycuda_raw.variants import KernelVariant
 from tvr.errors import KernelError
@@ -21,6 +25,21 @@ MAX_THREADS = 1024
 FOLDER = Path(gettempdir()) / "tvr-cuda-on-cpu"
 
 
+class _Request(ctypes.Structure):
+    """`cuda_on_cpu::Request` of launch.h."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_int),
+        ("num_tensors", ctypes.c_int),
+        ("tensors", ctypes.c_void_p),
+        ("stacks", ctypes.c_void_p),
+        ("stack_bytes", ctypes.c_size_t),
+        ("seed", ctypes.c_uint64),
+    )
+
+
 class CpuGpu:
     """A device on which every thread of a kernel runs on the CPU, one at a time.
 
@@ -29,9 +48,10 @@ class CpuGpu:
         num_sms: multiprocessors that host code is told of.
         max_shared_bytes: most dynamic shared memory of a block.
         seed: of the order of blocks and warps; 0: the natural one.
+        checked: refuse accesses outside of tensors, and races in shared memory.
+        debug: compile for a debugger.
         folder: where compiled kernels are kept.
         kernels: folder of the sources.
-        debug: compile for a debugger.
     """
 
     def __init__(
@@ -41,18 +61,18 @@ class CpuGpu:
         num_sms: int = 4,
         max_shared_bytes: int = 166912,
         seed: int = 1,
+        checked: bool = False,
+        debug: bool = False,
         folder: Path = FOLDER,
         kernels: Path = KERNELS,
-        debug: bool = False,
     ) -> None:
         self.name = "cpu"
         self.sm = sm
         self.num_sms = num_sms
         self.max_shared_bytes = max_shared_bytes
         self._seed = seed
-        self._folder = folder
-        self._kernels = kernels
-        self._debug = debug
+        self._checked = checked
+        self._build = partial(build, folder=folder, kernels=kernels, checked=checked, debug=debug)
         self._lock = threading.Lock()
         self._loaded: dict[KernelVariant, ctypes.CDLL] = {}
         self._stacks = mmap.mmap(-1, MAX_THREADS * STACK_BYTES)  # untouched pages cost nothing
@@ -70,11 +90,9 @@ class CpuGpu:
                 f"most {self.max_shared_bytes}"
             )
         if variant not in self._loaded:
-            self._loaded[variant] = build(
-                variant, self._folder, kernels=self._kernels, debug=self._debug
-            )
+            self._loaded[variant] = self._build(variant)
         library = self._loaded[variant]
-        codes = library.codes().decode()
+        codes = library.kernel_codes().decode()
         if codes != params:
             raise KernelError(
                 f"{variant.symbol} takes parameters of types {codes}; its Python side has {params}"
@@ -83,16 +101,22 @@ class CpuGpu:
 
         def launch(grid: Dim3, block: Dim3, shared_bytes: int, packed: bytes) -> None:
             _refuse_sizes(grid, block, shared_bytes, allowed)
+            # The launcher's own arguments: `packed` says where tensors begin, but not where they
+            # end.
+            args = sys._getframe(1).f_locals["args"] if self._checked else ()
+            spans = _spans(arg for arg in args if isinstance(arg, Tensor))
+            request = _Request(
+                grid=grid,
+                block=block,
+                shared_bytes=shared_bytes,
+                num_tensors=len(spans) // 2,
+                tensors=ctypes.addressof(spans),
+                stacks=self._stack_address,
+                stack_bytes=STACK_BYTES,
+                seed=self._seed,
+            )
             with self._lock:
-                error = library.run(
-                    (ctypes.c_uint * 3)(*grid),
-                    (ctypes.c_uint * 3)(*block),
-                    ctypes.c_int(shared_bytes),
-                    packed,
-                    ctypes.c_void_p(self._stack_address),
-                    ctypes.c_size_t(STACK_BYTES),
-                    ctypes.c_uint64(self._seed),
-                )
+                error = library.kernel_run(ctypes.byref(request), packed)
             if error is not None:
                 raise KernelError(f"{variant.symbol}: {error.decode()}")
 
@@ -107,3 +131,13 @@ def _refuse_sizes(grid: Dim3, block: Dim3, shared_bytes: int, allowed: int) -> N
         raise KernelError(f"a block cannot be {block}")
     if shared_bytes > allowed:
         raise KernelError(f"{shared_bytes} bytes of shared memory; loaded with {allowed}")
+
+
+def _spans(tensors: Iterable[Tensor]) -> ctypes.Array[ctypes.c_uint64]:
+    """Return the first and the end of the addresses of each tensor's elements."""
+    edges = []
+    for x in tensors:
+        last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        elements = last + 1 if x.numel() else 0
+        edges += [x.data_ptr(), x.data_ptr() + elements * x.element_size()]
+    return (ctypes.c_uint64 * len(edges))(*edges)

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -18,12 +18,14 @@ from tvr.backends.pycuda_raw.variants import KernelVariant
 from tvr.errors import KernelError
 
 KERNELS = Path(variants.__file__).parent / "cuda"
-HEADERS = Path(__file__).parent / "headers"
+RUNTIME = Path(__file__).parent / "cpp"
 
-FLAGS = ("-std=c++17", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique")
-WARNINGS = ("-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter")
-FAST = ("-O2", "-U_FORTIFY_SOURCE")
-DEBUG = ("-O0", "-g", "-U_FORTIFY_SOURCE")
+FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-U_FORTIFY_SOURCE")
+# Kernels look at the same bytes as several types, and have pragmas for another compiler.
+OF_KERNELS = ("-fno-strict-aliasing", "-Wno-unknown-pragmas", "-Wno-unused-parameter")
+OPTIMISED, FOR_DEBUGGER = ("-O2",), ("-O0", "-g")
+# Calls a function before each access to memory: one of memory.h, no sanitizer is linked.
+CHECKED = ("-fsanitize=thread",)
 
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 
@@ -57,34 +59,45 @@ def why_not() -> str | None:
 
 
 def build(
-    variant: KernelVariant, folder: Path, *, kernels: Path = KERNELS, debug: bool = False
+    variant: KernelVariant,
+    folder: Path,
+    *,
+    kernels: Path = KERNELS,
+    checked: bool = False,
+    debug: bool = False,
 ) -> ctypes.CDLL:
     """Return the library of a kernel, compiled if `folder` does not have it.
 
     Args:
         folder: for libraries, each by a hash of all that it is made of.
         kernels: where `<variant.source>.cu` and what it includes are.
+        checked: check every access to memory.
         debug: compile it for a debugger.
 
     Raises:
         KernelError: it does not compile; with what the compiler said.
     """
-    include = cuda_include()
-    assert include is not None, "a caller asks why_not() first"
-    files = _with_includes(f"{variant.source}.cu", kernels)
-    main = f'#include "ptx.cuh"\n#include "{variant.source}.cu"\n'
-    files["main.cpp"] = main + f"CUDA_ON_CPU_EXPORT({variant.symbol})\n"
-    files |= {path.name: path.read_text() for path in sorted(HEADERS.iterdir())}
-    command = ["g++", *FLAGS, *WARNINGS, *(DEBUG if debug else FAST), *variant.flags]
-    command += ["-isystem", str(include), "main.cpp", "-o", "kernel.so"]
-    text = "\0".join([*command, *(f"{name}\0{text}" for name, text in sorted(files.items()))])
-    target = folder / f"{variant.symbol}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    if not target.is_dir():
-        _compile(command, files, target)
-    library = ctypes.CDLL(str(target / "kernel.so"))
-    library.codes.restype = ctypes.c_char_p
-    library.run.restype = ctypes.c_char_p
-    return library
+    source = f"{variant.source}.cu"
+    level = FOR_DEBUGGER if debug else OPTIMISED
+    runtime = {path.name: path.read_text() for path in RUNTIME.iterdir()}
+    linked = _compile("runtime.cpp", runtime, folder, ["-c", *level])
+    files = runtime | {
+        # The emulated ptx.cuh lies where the other would be found.
+        **{n: t for n, t in _with_includes(source, kernels).items() if n != "ptx.cuh"},
+        f"{variant.symbol}.cpp": (
+            f'#include "launch.h"\n#include "ptx.cuh"\n#include "{source}"\n'
+            f"CUDA_ON_CPU_EXPORT({variant.symbol})\n"
+        ),
+    }
+    flags = ["-c", *level, *OF_KERNELS, *(CHECKED if checked else ()), *variant.flags]
+    kernel = _compile(f"{variant.symbol}.cpp", files, folder, flags)
+    library = _make(folder / f"{kernel.parent.name}-{linked.parent.name}", "kernel.so", {}, [
+        "-shared", str(kernel), str(linked)
+    ])  # fmt: skip
+    loaded = ctypes.CDLL(str(library))
+    loaded.kernel_codes.restype = ctypes.c_char_p
+    loaded.kernel_run.restype = ctypes.c_char_p
+    return loaded
 
 
 def _with_includes(name: str, folder: Path) -> dict[str, str]:
@@ -99,12 +112,26 @@ def _with_includes(name: str, folder: Path) -> dict[str, str]:
     return found
 
 
-def _compile(command: list[str], files: dict[str, str], target: Path) -> None:
-    """Compile in a folder of its own, and move that into place: two processes may do the same."""
+def _compile(name: str, files: dict[str, str], folder: Path, flags: Sequence[str]) -> Path:
+    """Return the object of one of `files`; where it lies says all that it depends on."""
+    include = cuda_include()
+    assert include is not None, "a caller asks why_not() first"
+    arguments = [*FLAGS, "-Wall", "-Wextra", *flags, "-isystem", str(include), name]
+    text = "\0".join([*arguments, *(f"{name}\0{text}" for name, text in sorted(files.items()))])
+    target = folder / f"{Path(name).stem}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+    return _make(target, "code.o", files, arguments)
+
+
+def _make(target: Path, product: str, files: dict[str, str], arguments: Sequence[str]) -> Path:
+    """Return `product` in the folder `target`; made where g++ has `files` if it is not there."""
+    if target.is_dir():
+        return target / product
     target.parent.mkdir(parents=True, exist_ok=True)
+    # In a folder of its own, which is moved into place: two processes may do the same.
     scratch = Path(tempfile.mkdtemp(dir=target.parent))
     for name, text in files.items():
         (scratch / name).write_text(text)
+    command = ["g++", *arguments, "-o", product]
     done = subprocess.run(
         command, cwd=scratch, capture_output=True, text=True, timeout=300, check=False
     )
@@ -116,3 +143,4 @@ def _compile(command: list[str], files: dict[str, str], target: Path) -> None:
         scratch.rename(target)
     except OSError:  # the other process was faster
         shutil.rmtree(scratch)
+    return target / product

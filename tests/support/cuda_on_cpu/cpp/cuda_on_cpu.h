@@ -12,8 +12,39 @@
 #include <cstring>
 #include <type_traits>
 
-#include "block.h"
-#include "launch.h"
+// Where things are that a kernel names without having them.
+extern uint3 threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
+constexpr int warpSize = 32;
+
+// What runtime.cpp does for a kernel.
+namespace cuda_on_cpu {
+
+constexpr int LANES = 32;
+extern unsigned char dynamic_shared[];
+
+// Ends the launch; the message is given the block and the thread.
+[[noreturn]] __attribute__((format(printf, 1, 2))) void fail(const char* format, ...);
+void need_aligned(const char* what, const void* pointer, size_t bytes);
+void need_shared(const char* what, const void* pointer, size_t bytes);
+
+// Waits for all threads of the block that have not returned. Returns the sum of their values.
+int barrier(int value);
+int own_lane();
+void sync_warp(uint32_t mask);
+uint64_t shuffle(const char* what, uint32_t mask, uint64_t value, int source);
+uint32_t ballot(const char* what, uint32_t mask, bool predicate);
+
+// cp.async: `global` null means zeros. ldmatrix, movmatrix, mma: as ptx.cuh says.
+void start_copy(void* shared, const void* global);
+void end_copy_group();
+void finish_copies(int pending);
+void load_matrices(uint32_t* r, const void* row, bool transposed);
+uint32_t transpose_matrix(uint32_t r);
+void multiply_fp16(float* c, const uint32_t* a, const uint32_t* b);
+void multiply_bf16(float* c, const uint32_t* a, const uint32_t* b);
+
+}  // namespace cuda_on_cpu
 
 #undef __shared__
 #define __shared__ static __attribute__((section("shared_memory")))
@@ -21,8 +52,6 @@
 #define __launch_bounds__(...)
 #undef __grid_constant__
 #define __grid_constant__
-
-constexpr int warpSize = 32;
 
 // Synchronisation.
 
@@ -33,144 +62,85 @@ inline int __syncthreads_and(int predicate) { return cuda_on_cpu::barrier(predic
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 
-inline void __syncwarp(unsigned mask = 0xffffffffu) {
-  cuda_on_cpu::meet("__syncwarp", mask, [](void**, uint32_t) {}, nullptr);
-}
+inline void __syncwarp(unsigned mask = 0xffffffffu) { cuda_on_cpu::sync_warp(mask); }
 
-// Functions of a warp.
+// Shuffles. `inside`: whether the source is in the lane's part of the warp.
 
 namespace cuda_on_cpu {
-
-struct Shuffle {
-  uint64_t value, result;
-  int source;  // the lane it reads
-};
-
-inline void shuffle(void** operands, uint32_t mask) {
-  for (uint32_t lanes = mask; lanes; lanes &= lanes - 1) {
-    Shuffle& own = *static_cast<Shuffle*>(operands[__builtin_ctz(lanes)]);
-    if (!(mask >> own.source & 1)) {
-      fail("shuffle: lane %d reads lane %d, which is not among the lanes %08x that take part",
-           __builtin_ctz(lanes), own.source, mask);
-    }
-    own.result = static_cast<Shuffle*>(operands[own.source])->value;
-  }
-}
-
 template <typename T>
-T shuffled_value(const char* what, unsigned mask, T value, int source, int width, bool inside) {
+T shuffled(const char* what, unsigned mask, T value, int source, int width, bool inside) {
   static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
   if (width < 1 || width > LANES || (width & (width - 1))) fail("%s: width %d", what, width);
-  Shuffle own = {0, 0, inside ? source : own_lane()};
-  memcpy(&own.value, &value, sizeof(T));
-  meet(what, mask, shuffle, &own);
-  memcpy(&value, &own.result, sizeof(T));
+  uint64_t bits = 0;
+  memcpy(&bits, &value, sizeof(T));
+  bits = shuffle(what, mask, bits, inside ? source : own_lane());
+  memcpy(&value, &bits, sizeof(T));
   return value;
 }
-
-struct Vote {
-  bool predicate;
-  unsigned result;
-};
-
-inline void vote(void** operands, uint32_t mask) {
-  unsigned ballot = 0;
-  for (uint32_t lanes = mask; lanes; lanes &= lanes - 1) {
-    const int lane = __builtin_ctz(lanes);
-    if (static_cast<Vote*>(operands[lane])->predicate) ballot |= 1u << lane;
-  }
-  for (uint32_t lanes = mask; lanes; lanes &= lanes - 1) {
-    static_cast<Vote*>(operands[__builtin_ctz(lanes)])->result = ballot;
-  }
-}
-
-// Each has a meeting of its own: all lanes of a warp must be in the same function.
-template <int KIND>
-unsigned ballot_of(const char* what, unsigned mask, bool predicate) {
-  Vote own = {predicate, 0};
-  meet(what, mask, [](void** operands, uint32_t lanes) { vote(operands, lanes); }, &own);
-  return own.result;
-}
-
 }  // namespace cuda_on_cpu
 
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
   const int first = cuda_on_cpu::own_lane() / width * width;
-  return cuda_on_cpu::shuffled_value("__shfl_sync", mask, value,
+  return cuda_on_cpu::shuffled("__shfl_sync", mask, value,
                                      first + (source & (width - 1)), width, true);
 }
 template <typename T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
   const int lane = cuda_on_cpu::own_lane(), source = lane - static_cast<int>(delta);
-  return cuda_on_cpu::shuffled_value("__shfl_up_sync", mask, value, source, width,
+  return cuda_on_cpu::shuffled("__shfl_up_sync", mask, value, source, width,
                                      source >= lane / width * width);
 }
 template <typename T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
   const int lane = cuda_on_cpu::own_lane(), source = lane + static_cast<int>(delta);
-  return cuda_on_cpu::shuffled_value("__shfl_down_sync", mask, value, source, width,
+  return cuda_on_cpu::shuffled("__shfl_down_sync", mask, value, source, width,
                                      source < lane / width * width + width);
 }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32) {
   const int lane = cuda_on_cpu::own_lane(), source = lane ^ lane_mask;
-  return cuda_on_cpu::shuffled_value("__shfl_xor_sync", mask, value, source, width,
+  return cuda_on_cpu::shuffled("__shfl_xor_sync", mask, value, source, width,
                                      source < lane / width * width + width);
 }
 
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
-  return cuda_on_cpu::ballot_of<0>("__ballot_sync", mask, predicate != 0);
+  return cuda_on_cpu::ballot("__ballot_sync", mask, predicate != 0);
 }
 inline int __any_sync(unsigned mask, int predicate) {
-  return cuda_on_cpu::ballot_of<1>("__any_sync", mask, predicate != 0) != 0;
+  return cuda_on_cpu::ballot("__any_sync", mask, predicate != 0) != 0;
 }
 inline int __all_sync(unsigned mask, int predicate) {
-  return cuda_on_cpu::ballot_of<2>("__all_sync", mask, predicate == 0) == 0;
+  return cuda_on_cpu::ballot("__all_sync", mask, predicate == 0) == 0;
 }
 
-// Atomics: one thread runs at a time.
+// Atomics: one thread runs at a time. None of them is a race.
 
 namespace cuda_on_cpu {
-template <typename T>
-T exchange(T* address, T value) {
+template <typename T, typename F>
+__attribute__((noinline, no_sanitize_thread)) T atomic(T* address, F change) {
   need_aligned("atomic", address, sizeof(T));
   const T old = *address;
-  *address = value;
+  *address = change(old);
   return old;
 }
 }  // namespace cuda_on_cpu
 
-template <typename T>
-T atomicAdd(T* address, std::common_type_t<T> value) {
-  return cuda_on_cpu::exchange<T>(address, *address + value);
-}
-template <typename T>
-T atomicSub(T* address, std::common_type_t<T> value) {
-  return cuda_on_cpu::exchange<T>(address, *address - value);
-}
-template <typename T>
-T atomicMax(T* address, std::common_type_t<T> value) {
-  return cuda_on_cpu::exchange<T>(address, *address < value ? value : *address);
-}
-template <typename T>
-T atomicMin(T* address, std::common_type_t<T> value) {
-  return cuda_on_cpu::exchange<T>(address, value < *address ? value : *address);
-}
-template <typename T>
-T atomicExch(T* address, std::common_type_t<T> value) {
-  return cuda_on_cpu::exchange<T>(address, value);
-}
+#define CUDA_ON_CPU_ATOMIC(name, result)                              \
+  template <typename T>                                               \
+  T name(T* address, std::common_type_t<T> value) {                   \
+    return cuda_on_cpu::atomic(address, [=](T old) { return result; }); \
+  }
+CUDA_ON_CPU_ATOMIC(atomicAdd, old + value)
+CUDA_ON_CPU_ATOMIC(atomicSub, old - value)
+CUDA_ON_CPU_ATOMIC(atomicMax, old < value ? value : old)
+CUDA_ON_CPU_ATOMIC(atomicMin, value < old ? value : old)
+CUDA_ON_CPU_ATOMIC(atomicOr, old | value)
+CUDA_ON_CPU_ATOMIC(atomicExch, (static_cast<void>(old), value))
+CUDA_ON_CPU_ATOMIC(atomicInc, old >= value ? 0 : old + 1)
 template <typename T>
 T atomicCAS(T* address, std::common_type_t<T> compare, std::common_type_t<T> value) {
-  return cuda_on_cpu::exchange<T>(address, *address == compare ? value : *address);
-}
-template <typename T>
-T atomicOr(T* address, std::common_type_t<T> value) {
-  return cuda_on_cpu::exchange<T>(address, *address | value);
-}
-inline unsigned atomicInc(unsigned* address, unsigned last) {
-  return cuda_on_cpu::exchange<unsigned>(address, *address >= last ? 0 : *address + 1);
+  return cuda_on_cpu::atomic(address, [=](T old) { return old == compare ? value : old; });
 }
 
 // Loads and stores with a hint to the caches, which must be aligned like any others.
