@@ -8,6 +8,7 @@ from tvr.backends.pycuda_raw.launch import Gpu, Kernel, Param, float32, int32, i
 from tvr.backends.pycuda_raw.threads import num_packs, shared_evenly
 from tvr.backends.pycuda_raw.variants import KernelVariant
 from tvr.contract import AddRmsNormSpec, BoundOp, RmsNormSpec
+from tvr.errors import KernelError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,7 +74,8 @@ def bind_add_rms_norm(spec: AddRmsNormSpec, gpu: Gpu) -> BoundOp:
         residual_out: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Add, round to the activation dtype, then `rms_norm` of the rounded sum."""
-        rows, added, to, sums = (_as_rows(t) for t in (x, residual, out, residual_out))
+        rows, added, to = _as_rows(x), _as_rows(residual), _as_rows(out)
+        sums = _rows_to_fill(residual_out)
         kernel(
             (len(rows),),
             rows,
@@ -100,5 +102,16 @@ def _threads(spec: RmsNormSpec) -> int:
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """Return x [..., hidden] as [rows, hidden], the same memory."""
-    return x if x.dim() == 2 else x.view(-1, x.shape[-1])
+    """Return x [..., hidden] as [rows, hidden]: a copy if its rows have no common stride."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _rows_to_fill(residual_out: Tensor) -> Tensor:
+    """Return the output that need not be contiguous as [rows, hidden], the same memory."""
+    rows = _as_rows(residual_out)
+    if rows.data_ptr() != residual_out.data_ptr():
+        raise KernelError(
+            f"add_rms_norm: residual_out {tuple(residual_out.shape)} has strides "
+            f"{residual_out.stride()}; its rows must all be as far apart: give a contiguous one"
+        )
+    return rows

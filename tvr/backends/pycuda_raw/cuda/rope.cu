@@ -50,7 +50,8 @@ __device__ __forceinline__ void rotate_token(const Heads& q, const Heads& k, int
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512) KERNEL_NAME(rope)(
+// At most 40 registers, so that 1536 threads of an SM have loads under way.
+extern "C" __global__ void __launch_bounds__(512, 3) KERNEL_NAME(rope)(
     const scalar_t* q,                        // [tokens, num_heads, HEAD_DIM]
     const scalar_t* k,                        // [tokens, num_kv_heads, HEAD_DIM]
     const int64_t* __restrict__ positions,    // [tokens]
