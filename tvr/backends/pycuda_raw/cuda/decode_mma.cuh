@@ -3,8 +3,8 @@
 // The heads of a bundle are few, so they are the narrow side of each product:
 //   scores [16 tokens, 8 heads] = K [16, HEAD_DIM] Q^T [HEAD_DIM, 8]
 //   O^T [HEAD_DIM, 8 heads]    += V^T [HEAD_DIM, 16 tokens] P^T [16, 8]
-// With g = lane / 4 and t = lane % 4, a lane holds scores of tokens g and g + 8 for the heads 2t and
-// 2t + 1, and of O channels for the same two heads: to rescale O it needs no other lane's numbers.
+// With g = lane / 4 and t = lane % 4, a lane holds scores of tokens g and g + 8 for the heads 2t
+// and 2t + 1, and of O channels for the same two heads: it can rescale O by itself.
 // Scores, exponentials, sums and O are fp32; the weights are rounded to the dtype for the product.
 #pragma once
 

@@ -1,8 +1,8 @@
 // Who reads which keys in a decode step: what fd_plan writes and fd_split works off.
 //
 // A bundle is the query heads that one block works on together: those of one KV head, or a part of
-// them where they are too many. A pair is a sequence and a bundle; its keys are cut into tiles of as
-// many tokens as a block takes at a time.
+// them where they are too many. A pair is a sequence and a bundle; its keys are cut into tiles of
+// as many tokens as a block takes at a time.
 #pragma once
 
 #include "common.cuh"
@@ -29,8 +29,8 @@ struct alignas(16) BlockWork {
   Segment lead;  // the first to be worked off, though the last of the run; num_tiles 0: nothing
 };
 
-// Reads a record in loads of 16 bytes that all start at once, and are not put off to where a field is
-// first needed: a block begins with them.
+// Reads a record in loads of 16 bytes that all start at once, and are not put off to where a field
+// is first needed: a block begins with them.
 template <typename T>
 __device__ __forceinline__ T load_record(const T* record) {
   static_assert(sizeof(T) % 16 == 0 && alignof(T) == 16, "a record is made of 16 bytes");
@@ -44,9 +44,9 @@ __device__ __forceinline__ T load_record(const T* record) {
 }
 
 // A balanced plan cuts the tiles of all pairs, laid end to end, into equal runs, one a block. So a
-// block has at most two partial results: of the pair that it goes on with from the block before it
-// (slot 2 * block), and of the one that it leaves to the next (slot 2 * block + 1). With c the block
-// that a pair begins in, its partials are in the slots 2c + 1, 2c + 2, 2c + 4, 2c + 6 and so on.
+// block has at most two partial results: of the pair that it goes on with from the block before
+// (slot 2 * block), and of the one that it leaves to the next (slot 2 * block + 1). With c the
+// block that a pair begins in, its partials are in the slots 2c + 1, 2c + 2, 2c + 4, 2c + 6 ...
 __device__ __forceinline__ int balanced_slot(int first_slot, int i) {
   return i == 0 ? first_slot : first_slot - 1 + 2 * i;
 }

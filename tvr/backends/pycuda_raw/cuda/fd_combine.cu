@@ -27,7 +27,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL_NAME(fd_combine)(
   const Partials partials = {partial_o, reinterpret_cast<Scale*>(partial_scales), nullptr,
                              bundle_size};
   const Bundle heads = bundle_of(kv_head, part, group_size);
-  const int num_bundles = static_cast<int>(gridDim.x * gridDim.y), bundle = kv_head * gridDim.x + part;
+  const int num_parts = gridDim.x, num_bundles = num_parts * gridDim.y;
+  const int bundle = kv_head * num_parts + part;
   const int first_slot = before * num_bundles + bundle * num_splits;
   read_partials<fixed_slot>(partials, states, first_slot, num_splits, heads.num_heads);
   __syncthreads();

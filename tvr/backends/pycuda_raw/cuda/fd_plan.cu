@@ -6,8 +6,8 @@
 //
 // The lengths of the sequences are known on the device only, since a captured graph is replayed
 // with others. So the grid of fd_split is fixed, and what its blocks do is data.
-// Units are what is shared out: tiles if the plan is balanced, whole splits if they are fixed. Those
-// of a pair stand together, the bundles of a sequence one behind the other.
+// Units are what is shared out: tiles if the plan is balanced, whole splits if they are fixed.
+// Those of a pair stand together, the bundles of a sequence one behind the other.
 #include "common.cuh"
 #include "decode_work.cuh"
 
@@ -146,8 +146,8 @@ __device__ __forceinline__ Segment balanced_segment(const Plan& plan, const Pair
 }
 
 // Where a pair's segment stands in the list: from one to the next, in the order of the tiles,
-// either the pair rises by one, or the block, or both. So no two share a place, and those of a block
-// stand together.
+// either the pair rises by one, or the block, or both. So no two share a place, and those of a
+// block stand together.
 __device__ __forceinline__ int place(const Plan& plan, const Pair& pair, int block) {
   return plan.ranks[pair.seq] * plan.num_bundles + pair.bundle + block;
 }

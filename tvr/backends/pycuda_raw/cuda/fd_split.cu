@@ -8,8 +8,8 @@
 // Numerics: scores, softmax, sums and O in fp32; the weights are rounded to DTYPE for tensor cores.
 // Alone: nvcc -cubin -arch=sm_90 -std=c++17 -O3 --expt-relaxed-constexpr -DDTYPE=bf16 -DHEAD_DIM=64
 //   -DWARPS=4 -DSTAGES=6 -DGROUP_TILES=1 -DCTAS=2 fd_split.cu
-// Source: Dao et al., Flash-Decoding (2023), for the split; balanced runs of tiles are the "stream-K"
-//   of Osama et al. (2023), there for matrix products.
+// Source: Dao et al., Flash-Decoding (2023), for the split; balanced runs of tiles are the
+//   "stream-K" of Osama et al. (2023), there for matrix products.
 #include "decode.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL_NAME(fd_split)(

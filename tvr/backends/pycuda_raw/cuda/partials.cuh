@@ -23,9 +23,9 @@ struct alignas(8) Scale {
 
 // The states of a block's warps, in shared memory.
 struct States {
-  float* o;           // [WARPS, bundle_size, STATE_ROW]
-  Scale* scales;      // [WARPS, bundle_size]
-  int bundle_size;    // most heads of a bundle
+  float* o;         // [WARPS, bundle_size, STATE_ROW]
+  Scale* scales;    // [WARPS, bundle_size]
+  int bundle_size;  // most heads of a bundle
 
   __device__ __forceinline__ float* row(int warp, int head) const {
     return o + (warp * bundle_size + head) * STATE_ROW;
