@@ -143,12 +143,13 @@ def test_a_launch_that_the_driver_refuses_is_an_error_at_the_call():
         + """
 from tvr.errors import KernelError
 from tvr.backends.pycuda_raw.launch import Kernel
-from tvr.backends.pycuda_raw.activation import SILU_MUL_PARAMS
+from tvr.backends.pycuda_raw.activation import silu_mul_params
 from tvr.backends.pycuda_raw.variants import KernelVariant
 
 variant = KernelVariant(source="silu_mul", dtype="float32")
-kernel = Kernel(open_gpu(0), variant, SILU_MUL_PARAMS, block=2048)
-args = [torch.ones(4, 16, device="cuda:0") if p.code == "P" else 1 for p in SILU_MUL_PARAMS]
+params = silu_mul_params("float32")
+kernel = Kernel(open_gpu(0), variant, params, block=2048)
+args = [torch.ones(4, 16, device="cuda:0") if p.code == "P" else 1 for p in params]
 try:
     kernel((1,), *args)
 except KernelError as error:
