@@ -38,6 +38,8 @@ constexpr int TILE_BYTES = TILE_KEYS * HEAD_DIM * 2;  // of K or V
 constexpr int SLICE = 16;                             // tokens that are sure to lie in one block
 constexpr int SLICES = TILE_KEYS / SLICE;
 constexpr int PASS_ROWS = WARPGROUP / CHUNKS;         // rows that a warpgroup copies at once
+constexpr int OWN_BARRIER = 1;                        // of each multiplying warpgroup
+constexpr int TURN_BARRIER = OWN_BARRIER + NUM_CONSUMERS;  // says that it is that one's turn
 constexpr float LN_2 = 0.693147180559945f;
 
 // Weights are 2^(score - base). The base is the row's largest score, or has been: it follows only
@@ -236,10 +238,11 @@ __device__ __forceinline__ void round_weights(uint32_t (&weights)[TILE_KEYS / 16
 }
 
 // A multiplying warpgroup. The scores of a tile are computed while the values of the one before
-// are added up, and weighed while these may still be under way.
+// are added up, and weighed while these may still be under way. The warpgroups take turns to start
+// products, so that while one weighs the tensor cores are busy with another's.
 __device__ __forceinline__ void consume(const unsigned char* q_rows, const unsigned char* stages,
-                                        Barriers& barriers, Rows& rows, int num_tiles,
-                                        int num_keys_of_first, float scale_log2) {
+                                        Barriers& barriers, Rows& rows, int consumer,
+                                        int num_tiles, int num_keys_of_first, float scale_log2) {
   float scores[TILE_KEYS / 2];
   uint32_t weights[TILE_KEYS / 16][4];
   float factor[2];
@@ -260,10 +263,14 @@ __device__ __forceinline__ void consume(const unsigned char* q_rows, const unsig
     const int stage_before = (tile - 1) % NUM_STAGES;
     barrier_wait(&barriers.k_full[stage], parity(tile));
     fence_async_proxy();
+    if (consumer > 0 || tile > 1) named_barrier_sync(TURN_BARRIER + consumer, 2 * WARPGROUP);
     start_scores(scores, q_rows, k_tile(tile));
     barrier_wait(&barriers.v_full[stage_before], parity(tile - 1));
     fence_async_proxy();
     start_output(rows.out, weights, k_tile(tile - 1) + TILE_BYTES);
+    if (consumer + 1 < NUM_CONSUMERS || tile + 1 < num_tiles) {
+      named_barrier_arrive(TURN_BARRIER + (consumer + 1) % NUM_CONSUMERS, 2 * WARPGROUP);
+    }
     wgmma_wait<1>(scores);
     if (speaks) barrier_arrive(&barriers.k_empty[stage]);
     const bool moved =
@@ -370,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) KERNEL_NAME(prefill
     const int first_in_tile = warp * 16 - 64;  // of the warp's rows
     copy_queries(q_tile, q, q_token_stride, q_head_stride, work, group_size, 64 * consumer);
     fence_async_proxy();
-    named_barrier_sync(1 + consumer, WARPGROUP);
+    named_barrier_sync(OWN_BARRIER + consumer, WARPGROUP);
 
     Rows rows;
 #pragma unroll
@@ -383,11 +390,11 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) KERNEL_NAME(prefill
       rows.num_keys[half] = work.first_position + row / group_size + 1;
     }
     if (num_tiles > 0) {
-      consume(q_tile + 64 * consumer * PANEL_ROW_BYTES, stages, barriers, rows, num_tiles,
-              work.num_keys_of_first, scale_log2);
+      consume(q_tile + 64 * consumer * PANEL_ROW_BYTES, stages, barriers, rows, consumer,
+              num_tiles, work.num_keys_of_first, scale_log2);
     }
     // Other warps may still be reading these queries.
-    named_barrier_sync(1 + consumer, WARPGROUP);
+    named_barrier_sync(OWN_BARRIER + consumer, WARPGROUP);
     write_rows(q_tile, rows, out, lse, work, group_size, num_kv_heads * group_size, first_in_tile);
   }
 }
