@@ -22,10 +22,15 @@ RUNTIME = Path(__file__).parent / "cpp"
 
 FLAGS = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-U_FORTIFY_SOURCE")
 # Kernels look at the same bytes as several types, and have pragmas for another compiler.
-OF_KERNELS = ("-fno-strict-aliasing", "-Wno-unknown-pragmas", "-Wno-unused-parameter")
+OF_KERNELS = (
+    "-fno-strict-aliasing",
+    "-fno-threadsafe-statics",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-parameter",
+)
 OPTIMISED, FOR_DEBUGGER = ("-O2",), ("-O0", "-g")
-# Calls a function before each access to memory: one of memory.h, no sanitizer is linked.
-CHECKED = ("-fsanitize=thread",)
+# Calls functions of sanitize.h, before each access to memory and where something is wrong.
+CHECKED = ("-fsanitize=thread,alignment,bounds,shift,signed-integer-overflow",)
 
 _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 

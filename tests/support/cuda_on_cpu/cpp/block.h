@@ -16,6 +16,7 @@ dim3 blockDim, gridDim;
 
 namespace cuda_on_cpu {
 
+constexpr int LANES = 32;
 constexpr int MAX_THREADS = 1024;
 
 // What a warp function does when all lanes are there: `operands[lane]` of the lanes in `mask`.
@@ -54,7 +55,8 @@ struct Block {
   Warp warps[MAX_THREADS / LANES];
   Fiber scheduler;
   int num_threads, num_live, num_at_barrier;
-  int current;           // number of the running thread; -1: none
+  int current;           // number of the running thread
+  bool is_running;       // a launch is under way
   uint32_t epoch;        // barriers passed and blocks begun, in all of the library's life
   uint32_t first_epoch;  // of this block
   int sums[2];           // of what threads bring to a barrier, by its epoch
@@ -126,11 +128,11 @@ inline void meet(const char* what, uint32_t mask, Together together, void* opera
     const int other = __builtin_ctz(others);
     const Wait& wait = warp.waits[other];
     const bool same = strcmp(wait.what, what) == 0 && wait.mask == mask;
-    if (((mask >> other & 1) || (wait.mask & own)) && !same) {
+    if ((mask >> other & 1) && (wait.mask & own) && !same) {  // each waits for the other
       fail("lanes of a warp diverge: lane %d is in %s (mask %08x), lane %d waits in %s (mask %08x)",
            lane, what, mask, other, wait.what, wait.mask);
     }
-    if (same) break;  // the others of this group were compared with it when they came
+    if (same) break;  // what comes behind was compared with this one when it came
   }
   warp.waits[lane] = {what, mask, together, aligned};
   warp.operands[lane] = operands;
@@ -236,7 +238,6 @@ inline void run_threads(unsigned first) {
         block.current = w * LANES + lane;
         threadIdx = block.threads[block.current].idx;
         switch_fiber(block.scheduler, block.threads[block.current].fiber);
-        block.current = -1;
         if (block.has_failed) return;
         has_run = true;
       }

@@ -20,7 +20,6 @@ constexpr int warpSize = 32;
 // What runtime.cpp does for a kernel.
 namespace cuda_on_cpu {
 
-constexpr int LANES = 32;
 extern unsigned char dynamic_shared[];
 
 // Ends the launch; the message is given the block and the thread.
@@ -70,7 +69,7 @@ namespace cuda_on_cpu {
 template <typename T>
 T shuffled(const char* what, unsigned mask, T value, int source, int width, bool inside) {
   static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
-  if (width < 1 || width > LANES || (width & (width - 1))) fail("%s: width %d", what, width);
+  if (width < 1 || width > warpSize || (width & (width - 1))) fail("%s: width %d", what, width);
   uint64_t bits = 0;
   memcpy(&bits, &value, sizeof(T));
   bits = shuffle(what, mask, bits, inside ? source : own_lane());

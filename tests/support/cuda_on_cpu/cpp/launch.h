@@ -46,10 +46,10 @@ struct Launch {
   static void unpack(const unsigned char* packed) {
     size_t offset = 0;
     const auto read = [&](auto& value) {
-      constexpr size_t SIZE = sizeof(value);
-      offset = (offset + SIZE - 1) / SIZE * SIZE;
-      memcpy(&value, packed + offset, SIZE);
-      offset += SIZE;
+      constexpr size_t bytes = sizeof(value);
+      offset = (offset + bytes - 1) / bytes * bytes;
+      memcpy(&value, packed + offset, bytes);
+      offset += bytes;
     };
     std::apply([&](auto&... arg) { (read(arg), ...); }, args);
   }

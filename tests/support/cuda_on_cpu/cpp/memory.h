@@ -1,9 +1,8 @@
 // Memory: poison, asynchronous copies, and in libraries that are built to be checked, every access.
 //
-// The compiler's -fsanitize=thread calls __tsan_read4 and its like before each access of a kernel.
-// It is not the sanitizer that is linked but the functions below. They refuse what lies outside of
-// all tensors, is misaligned, or is shared memory that nothing wrote, and races in shared memory:
-// two threads, one of them writing, with no __syncthreads between (in a warp also no __syncwarp).
+// A check refuses what lies outside of all tensors, is misaligned, or is shared memory that nothing
+// wrote, and races in shared memory: two threads, one of them writing, with no __syncthreads
+// between (in a warp also no __syncwarp).
 #pragma once
 
 #include "block.h"
@@ -135,7 +134,7 @@ inline void check_shared_write(Shadow* shadow, size_t offset, size_t bytes) {
 
 // Refuses an access that is wrong. `alignment`: of the type, as far as it is known.
 inline void check_access(const void* pointer, size_t bytes, bool writes, size_t alignment) {
-  if (block.current < 0) return;  // not of a kernel
+  if (!block.is_running) return;  // the launch itself reads its arguments
   if (reinterpret_cast<uintptr_t>(pointer) % alignment) {
     fail("misaligned address %p of %zu bytes", pointer, bytes);
   }
@@ -202,22 +201,3 @@ void finish_copies(int pending) {
 }
 
 }  // namespace cuda_on_cpu
-
-// What the compiler calls.
-#define CHECKED_ACCESS(bytes)                                                              \
-  void __tsan_read##bytes(void* p) { cuda_on_cpu::check_access(p, bytes, false, bytes); }  \
-  void __tsan_write##bytes(void* p) { cuda_on_cpu::check_access(p, bytes, true, bytes); }  \
-  void __tsan_unaligned_read##bytes(void* p) { cuda_on_cpu::check_access(p, bytes, false, 1); } \
-  void __tsan_unaligned_write##bytes(void* p) { cuda_on_cpu::check_access(p, bytes, true, 1); }
-extern "C" {
-CHECKED_ACCESS(1)
-CHECKED_ACCESS(2)
-CHECKED_ACCESS(4)
-CHECKED_ACCESS(8)
-CHECKED_ACCESS(16)
-void __tsan_read_range(void* p, size_t n) { cuda_on_cpu::check_access(p, n, false, 1); }
-void __tsan_write_range(void* p, size_t n) { cuda_on_cpu::check_access(p, n, true, 1); }
-void __tsan_func_entry(void*) {}
-void __tsan_func_exit(void*) {}
-void __tsan_init() {}
-}

@@ -7,6 +7,7 @@
 #include "block.h"
 #include "launch.h"
 #include "memory.h"
+#include "sanitize.h"
 #include "warp.h"
 
 namespace cuda_on_cpu {
@@ -67,6 +68,7 @@ const char* run(void (*invoke)(), const Request& request) {
   stacks_span = {request.stacks, request.stacks + num_stacks * request.stack_bytes};
   invoke_kernel = invoke;
   block.has_failed = false;
+  block.is_running = true;
   CrashGuard guard;
   if (sigsetjmp(crashed, 1) == 0) {
     const uint64_t num_blocks = uint64_t{gridDim.x} * gridDim.y * gridDim.z;
@@ -81,7 +83,7 @@ const char* run(void (*invoke)(), const Request& request) {
       check_guard();
     }
   }
-  block.current = -1;
+  block.is_running = false;
   fflush(stdout);
   return block.has_failed ? block.error : nullptr;
 }
