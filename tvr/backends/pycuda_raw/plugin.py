@@ -88,7 +88,7 @@ def backend_info(
             "attention_decode": boxes("return_lse", "max_splits", **paged),
             "attention_prefill": boxes("return_lse", "max_splits", "max_q_len", **paged),
             "silu_mul": boxes(),
-            "linear": boxes("bias", max_rows=SMALL_BATCH_ROWS),
+            "linear": boxes("bias", "out_dtype", max_rows=SMALL_BATCH_ROWS),
             "argmax": boxes(),
         },
     )
