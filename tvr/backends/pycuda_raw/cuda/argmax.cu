@@ -1,5 +1,5 @@
 // The id of each row's largest logit: the lowest among equals, 0 for a row of -inf, -1 for a row
-// with a NaN. Reads the logits once. A row is shared by several blocks; the last to arrive combines.
+// with a NaN. Reads the logits once. Several blocks share a row; the last to arrive combines.
 //
 // Grid: (rows, parts of a row). Block: 256 threads. Shared memory: 65 bytes, static.
 // Compile with: DTYPE=bf16 | fp16 | fp32, which is that of the logits.

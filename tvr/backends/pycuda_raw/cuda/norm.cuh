@@ -96,7 +96,7 @@ __device__ __forceinline__ void write_normed(const RowPack (&kept)[KEPT],
                                              float sum, const scalar_t* __restrict__ weight,
                                              scalar_t* __restrict__ out, int hidden, float eps,
                                              float* warp_sums) {
-  // Division and root to 2 ulps each: exact ones have slow paths, between the barrier and the store.
+  // Division and root to 2 ulps each: an exact one would put a slow path behind the barrier.
   const float mean = __fdividef(block_sum(sum, warp_sums), static_cast<float>(hidden));
   const float scale = rsqrtf(mean + eps);
   if constexpr (ALIGNED) {
