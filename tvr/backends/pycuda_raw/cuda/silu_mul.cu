@@ -14,9 +14,9 @@
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// exp of a number that is not positive. The rounding of x * LOG2_E, which the power of two magnifies
-// to at most 2^-17, does not show in half precision; sparing it would nearly double the instructions
-// of a kernel that is to keep up with memory.
+// exp of a number that is not positive. The rounding of x * LOG2_E, which the power of two makes at
+// most 2^-17 of the result, does not show in half precision. Sparing it nearly doubles the
+// instructions of a kernel that is to keep up with memory.
 __device__ __forceinline__ float exp_not_positive(float x) {
   if constexpr (std::is_same_v<scalar_t, float>) {
     return expf(x);
