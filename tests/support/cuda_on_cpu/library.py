@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -36,12 +37,16 @@ _INCLUDE = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
 
 
 @cache
-def cuda_include() -> Path | None:
-    """Return a folder with CUDA's headers: the compiler's, or that of a wheel; None: no such."""
-    return next((p for p in _include_folders() if (p / "cuda_fp16.h").is_file()), None)
+def cuda_headers() -> tuple[Path, ...]:
+    """Return the folders of CUDA's headers, the compiler's or those of wheels; empty: none."""
+    for folder in _toolkits():
+        folders = (folder, folder / "cccl")  # the second has nv/target, which cuda_fp16.h includes
+        if all(any((f / name).is_file() for f in folders) for name in ("cuda_fp16.h", "nv/target")):
+            return folders
+    return ()
 
 
-def _include_folders() -> Iterator[Path]:
+def _toolkits() -> Iterator[Path]:
     if home := os.environ.get("CUDA_HOME"):
         yield Path(home) / "include"
     if nvcc := shutil.which("nvcc"):
@@ -49,18 +54,15 @@ def _include_folders() -> Iterator[Path]:
         asked = [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull]
         said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
         yield from map(Path, re.findall(r'INCLUDES="-I([^"]+)"', said.stderr))
-    import torch
-
-    packages = Path(torch.__file__).parents[1]
-    yield from sorted(packages.glob("nvidia/cu*/include"))
-    yield packages / "triton/backends/nvidia/include"
+    for package in map(Path, sys.path):
+        yield from sorted(package.glob("nvidia/cu*/include"))
 
 
 def why_not() -> str | None:
     """Return why kernels cannot be compiled for the CPU here; None: they can."""
     if shutil.which("g++") is None:
         return "needs g++"
-    return None if cuda_include() else "needs CUDA's headers, of the toolkit or of NVIDIA's wheels"
+    return None if cuda_headers() else "needs CUDA's headers, of the toolkit or of NVIDIA's wheels"
 
 
 def build(
@@ -119,9 +121,9 @@ def _with_includes(name: str, folder: Path) -> dict[str, str]:
 
 def _compile(name: str, files: dict[str, str], folder: Path, flags: Sequence[str]) -> Path:
     """Return the object of one of `files`; where it lies says all that it depends on."""
-    include = cuda_include()
-    assert include is not None, "a caller asks why_not() first"
-    arguments = [*FLAGS, "-Wall", "-Wextra", *flags, "-isystem", str(include), name]
+    assert cuda_headers(), "a caller asks why_not() first"
+    headers = [f"-isystem{folder}" for folder in cuda_headers()]
+    arguments = [*FLAGS, "-Wall", "-Wextra", *flags, *headers, name]
     text = "\0".join([*arguments, *(f"{name}\0{text}" for name, text in sorted(files.items()))])
     target = folder / f"{Path(name).stem}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     return _make(target, "code.o", files, arguments)
