@@ -1,6 +1,6 @@
 // What prefill_sm90.cu works on, and how it is brought: tiles of Q, K and V in shared memory.
 //
-// They are copied by cp.async, 16 bytes a thread: a block of the cache may hold as few as 16 tokens,
+// They are copied by cp.async, 16 bytes a thread: a block of the cache may hold just 16 tokens,
 // and rows behind the last key have to become zeros.
 #pragma once
 
