@@ -210,6 +210,15 @@ def test_every_block_runs_once_in_the_order_of_the_seed(grid, seed):
     assert set(sums.tolist()) == {sum(range(80))}
 
 
+def test_a_debugger_sees_the_same():
+    gpu = CpuGpu(kernels=PROBES, debug=True, checked=True)
+    _, sums = run_order(gpu, (5, 1, 1))
+    assert set(sums.tolist()) == {sum(range(80))}
+    for fault in ("DEADLOCK", "PAST_TENSOR", "NULL_POINTER"):
+        with pytest.raises(KernelError, match=(SAID | SAID_IF_CHECKED)[fault]):
+            run_fault(gpu, fault)
+
+
 def test_parameters_of_other_types_are_refused(gpu):
     params = (tensor("in", "float32"), tensor("out", "float32"), int64("fault"))
     with pytest.raises(KernelError, match="takes parameters of types PPi; its Python side has PPq"):

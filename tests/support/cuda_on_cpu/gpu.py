@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from tempfile import gettempdir
 
 from torch import Tensor
 
@@ -22,7 +21,7 @@ STACK_BYTES = 256 << 10
 MAX_THREADS = 1024
 
 #: Libraries stay for the next run; each is found by a hash of its sources.
-FOLDER = Path(gettempdir()) / "tvr-cuda-on-cpu"
+FOLDER = Path.home() / ".cache" / "tvr-cuda-on-cpu"
 
 
 class _Request(ctypes.Structure):

@@ -29,7 +29,9 @@ OF_KERNELS = (
     "-Wno-unknown-pragmas",
     "-Wno-unused-parameter",
 )
-OPTIMISED, FOR_DEBUGGER = ("-O2",), ("-O0", "-g")
+OPTIMISED = ("-O2",)
+# With the slow way to switch threads, which other processors than x86-64 always take.
+FOR_DEBUGGER = ("-O0", "-g", "-DCUDA_ON_CPU_UCONTEXT")
 # Calls functions of sanitize.h, before each access to memory and where something is wrong.
 CHECKED = ("-fsanitize=thread,alignment,bounds,shift,signed-integer-overflow",)
 

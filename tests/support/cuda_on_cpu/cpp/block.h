@@ -127,7 +127,8 @@ inline void meet(const char* what, uint32_t mask, Together together, void* opera
   for (uint32_t others = warp.waiting; others; others &= others - 1) {
     const int other = __builtin_ctz(others);
     const Wait& wait = warp.waits[other];
-    const bool same = strcmp(wait.what, what) == 0 && wait.mask == mask;
+    const bool same_call = wait.what == what || strcmp(wait.what, what) == 0;
+    const bool same = same_call && wait.mask == mask;
     if ((mask >> other & 1) && (wait.mask & own) && !same) {  // each waits for the other
       fail("lanes of a warp diverge: lane %d is in %s (mask %08x), lane %d waits in %s (mask %08x)",
            lane, what, mask, other, wait.what, wait.mask);
