@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -17,3 +19,14 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _own_packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forget what a test imported from a temporary folder: another's may have the same name."""
+    yield
+    base = f"{tmp_path_factory.getbasetemp()}{os.sep}"
+    for name, module in list(sys.modules.items()):
+        # a thousand modules after each of thousands of tests: `Path` would take a minute
+        if (getattr(module, "__file__", None) or "").startswith(base):
+            del sys.modules[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -61,8 +60,6 @@ def site(tmp_path, monkeypatch):
         },
     )
     monkeypatch.syspath_prepend(site)
-    for module in ("tvr_only_rope", "tvr_wrong_rope"):  # another test's, from another folder
-        monkeypatch.delitem(sys.modules, module, raising=False)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     return site

@@ -22,13 +22,14 @@ def run_here(*args: object, stdin: str | bytes = "") -> Done:
     """Run `tvr` with `args`; no stream is a terminal."""
     data = stdin.encode() if isinstance(stdin, str) else stdin
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
-    before = sys.stdin
+    before = sys.stdin, sys.argv
+    sys.argv = ["tvr", *map(str, args)]
     sys.stdin = io.TextIOWrapper(io.BytesIO(data), "utf-8")
     try:
         with redirect_stdout(out), redirect_stderr(err):
             code = run_app(app, [str(arg) for arg in args])
     finally:
-        sys.stdin = before
+        sys.stdin, sys.argv = before
     return Done(code, *(stream.buffer.getvalue().decode() for stream in (out, err)))
 
 
