@@ -139,13 +139,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) KERNEL_NAME(prefill_fp
       // Of a row that has seen no key, (-inf) - (-inf) would be NaN; its weights are 0.
       const float base = largest[r] == -INFINITY ? 0.0f : largest[r];
       const float factor = exp2f(before - base);
-      sum[r] *= factor;
+      float of_tile = 0.0f;
 #pragma unroll
       for (int j = 0; j < THREAD_KEYS; ++j) {
         const float weight = exp2f(scores[r][j] - base);
-        sum[r] += weight;
+        of_tile += weight;
         weights[row * PADDED_KEYS + lane + LANES * j] = weight;
       }
+      sum[r] = sum[r] * factor + of_tile;
 #pragma unroll
       for (int j = 0; j < THREAD_CHUNKS; ++j) {
 #pragma unroll
@@ -156,21 +157,28 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) KERNEL_NAME(prefill_fp
     __syncthreads();  // all are done with the keys
     copy_tile(kv_tile, v_cache, v_block_stride, first_key, work, log2_block_size);
     __syncthreads();
-    for (int key = 0; key < TILE_KEYS; ++key) {
-      const float weight[2] = {weights[first_row * PADDED_KEYS + key],
-                               weights[(first_row + 1) * PADDED_KEYS + key]};
 #pragma unroll
-      for (int j = 0; j < THREAD_CHUNKS; ++j) {
-        const int chunk = lane + LANES * j;
-        if (chunk >= CHUNKS) continue;
+    for (int j = 0; j < THREAD_CHUNKS; ++j) {
+      const int chunk = lane + LANES * j;
+      if (chunk >= CHUNKS) continue;
+      // A tile's values are added up by themselves: one long sum of 100,000 keys would collect
+      // twice the error that fp32 may have.
+      float of_tile[2][CHUNK] = {};
+      for (int key = 0; key < TILE_KEYS; ++key) {
         const float4 v = chunk_of(kv_tile, key, chunk);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          result[r][j][0] += weight[r] * v.x;
-          result[r][j][1] += weight[r] * v.y;
-          result[r][j][2] += weight[r] * v.z;
-          result[r][j][3] += weight[r] * v.w;
+          const float weight = weights[(first_row + r) * PADDED_KEYS + key];
+          of_tile[r][0] += weight * v.x;
+          of_tile[r][1] += weight * v.y;
+          of_tile[r][2] += weight * v.z;
+          of_tile[r][3] += weight * v.w;
         }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int i = 0; i < CHUNK; ++i) result[r][j][i] += of_tile[r][i];
       }
     }
   }
