@@ -134,13 +134,13 @@ _ONE_BLOCK = {"quick": (3, 15), "full": (2, 16)}
 # Fields away from their neutral value, tried on one geometry each.
 _FIELDS: dict[str, dict[str, dict[str, object]]] = {
     "smoke": {
+        "lse": {"return_lse": True},
         "window": {"window": 5, "return_lse": True},
         "softcap": {"softcap": 2.0, "return_lse": True},
         "full-mask": {"causal": False, "return_lse": True},
         "splits": {"max_splits": 3},
     },
     "quick": {
-        "lse": {"return_lse": True},
         "window-1": {"window": 1},
         "window-4": {"window": 4},
         "window-in-splits": {"window": 20, "softcap": 30.0, "max_splits": 2},

@@ -11,6 +11,7 @@ from support.cuda_on_cpu.backend import PycudaOnCpu
 from support.cuda_on_cpu.gpu import CpuGpu
 from support.cuda_on_cpu.library import why_not
 from tvr.conformance import CheckResult, check_backend, format_results
+from tvr.errors import ConfigError, PluginError
 
 
 def main() -> int:
@@ -39,18 +40,22 @@ def main() -> int:
                 f"{result.seconds:7.2f}s {result.outcome} {result.check} {result.case}", flush=True
             )
 
-    results = check_backend(
-        PycudaOnCpu(gpu),
-        ops=args.op,
-        checks=args.check,
-        cases=args.case,
-        level=args.level,
-        seed=args.seed,
-        max_examples=args.max_examples,
-        on_result=tell,
-    )
+    try:
+        results = check_backend(
+            PycudaOnCpu(gpu),
+            ops=args.op,
+            checks=args.check,
+            cases=args.case,
+            level=args.level,
+            seed=args.seed,
+            max_examples=args.max_examples,
+            on_result=tell,
+        )
+    except (ConfigError, PluginError) as error:
+        parser.error(str(error))
     print(format_results(results))
-    return int(any(result.failed for result in results))
+    # All skipped proves nothing.
+    return int(any(r.failed for r in results) or all(r.outcome == "skipped" for r in results))
 
 
 if __name__ == "__main__":
