@@ -28,7 +28,10 @@ def sources(tmp_path) -> Path:
     folder.mkdir()
     (folder / "scale.cu").write_text('#include "rows.cuh"\n// scale\n')
     (folder / "rows.cuh").write_text('  #  include "common.cuh"\n')
-    (folder / "common.cuh").write_text('#include "rows.cuh"\n#include "left_out.cuh"\n')
+    (folder / "common.cuh").write_text(
+        '#include "rows.cuh"\n#include "left_out.cuh"\n#include <tiles.cuh>\n#include <cstdint>\n'
+    )
+    (folder / "tiles.cuh").write_text("// tiles\n")
     return folder
 
 
@@ -52,12 +55,20 @@ def test_a_kernel_is_compiled_once_and_named_for_people(tmp_path, sources):
     assert cached_names(first.cubin.parent) == [first.cubin.name, first.cubin.stem + ".json"]
 
 
-@pytest.mark.parametrize("changed", ["source", "header", "inner header", "new header"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "scale.cu",
+        "rows.cuh",
+        "common.cuh",  # included by a header
+        "tiles.cuh",  # in angle brackets
+        "left_out.cuh",  # new
+    ],
+)
 def test_an_edited_source_or_header_is_compiled_again_and_back_it_is_not(
     changed, tmp_path, sources
 ):
-    names = {"source": "scale.cu", "header": "rows.cuh", "inner header": "common.cuh"}
-    file = sources / names.get(changed, "left_out.cuh")
+    file = sources / changed
     nvcc = fake_nvcc(tmp_path / "bin")
     first, _ = compiler(nvcc, sources).compile(SCALE, 90)
     before = file.read_text() if file.exists() else None

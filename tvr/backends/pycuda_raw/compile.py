@@ -33,7 +33,7 @@ SOURCE_DIR = Path(__file__).parent / "cuda"
 
 FLAGS = ("-cubin", "-std=c++17", "-O3", "--expt-relaxed-constexpr", "-lineinfo", "-Xptxas", "-v")
 
-_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.M)
+_INCLUDE = re.compile(r'^\s*#\s*include\s*["<]([^">]+)[">]', re.M)
 
 
 def compile_variant(
@@ -161,7 +161,7 @@ class Compiler:
 
 
 def _texts(file: Path, source_dir: Path) -> dict[str, str]:
-    """Return by name the text of a source and of all that it includes in quotes.
+    """Return by name the text of a source and of all that it includes from its folder.
 
     What an `#if` leaves out counts too: then a change compiles once too often, never too seldom.
     """
