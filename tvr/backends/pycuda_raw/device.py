@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -26,9 +27,17 @@ from tvr.backends.pycuda_raw.variants import KernelVariant
 from tvr.errors import KernelError
 
 
-@cache
+_OPENING = Lock()  # two engines that start at once must get one and the same stream
+
+
 def open_gpu(index: int, cache_dir: Path | None = None) -> CudaGpu:
     """Return the process's one `CudaGpu` of a device, made at the first call."""
+    with _OPENING:
+        return _open(index, cache_dir)
+
+
+@cache
+def _open(index: int, cache_dir: Path | None) -> CudaGpu:
     return CudaGpu(index, cache_dir)
 
 
