@@ -26,7 +26,6 @@ from tvr.backends.pycuda_raw.launch import Dim3, RawKernel
 from tvr.backends.pycuda_raw.variants import KernelVariant
 from tvr.errors import KernelError
 
-
 _OPENING = Lock()  # two engines that start at once must get one and the same stream
 
 
