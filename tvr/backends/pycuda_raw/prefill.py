@@ -206,7 +206,7 @@ def _kernel(gpu: Gpu, variant: KernelVariant, shared_bytes: int) -> Kernel:
         int32("num_seqs"),
         int32("num_kv_heads"),
         int32("group_size"),
-        int32("log2_block_size"),
+        int32("block_shift"),
         float32("scale_log2"),
     )
     return Kernel(gpu, variant, params, block=_BLOCK, shared_bytes=shared_bytes)

@@ -121,6 +121,6 @@ def _params(dtype: str) -> tuple[Param, ...]:
         int32("num_seqs"),
         int32("num_kv_heads"),
         int32("group_size"),
-        int32("log2_block_size"),
+        int32("block_shift"),
         float32("scale_log2"),
     )

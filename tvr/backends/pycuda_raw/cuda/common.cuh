@@ -34,6 +34,7 @@ static_assert(HEAD_DIM == 64 || HEAD_DIM == 80 || HEAD_DIM == 96 || HEAD_DIM == 
 #endif
 
 constexpr int WARP = 32;
+constexpr float LN_2 = 0.693147180559945f;
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(fp16 x) { return __half2float(x); }

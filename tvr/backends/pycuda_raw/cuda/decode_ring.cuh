@@ -7,19 +7,17 @@
 #pragma once
 
 #include "decode_work.cuh"
+#include "swizzle.cuh"
 
 constexpr int THREADS = WARPS * WARP;
 constexpr int SLICE = 16;                      // tokens
 constexpr int TILE = WARPS * SLICE;            // tokens
-constexpr int CHUNK = Pack<scalar_t>::SIZE;    // channels in 16 bytes
-constexpr int ROW_CHUNKS = HEAD_DIM / CHUNK;   // in a token
 constexpr int SLICE_BYTES = SLICE * HEAD_DIM * static_cast<int>(sizeof(scalar_t));
 constexpr int STAGE_BYTES = 2 * SLICE_BYTES;   // K, then V
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 
 static_assert(STAGES >= 2, "one slice is loaded while another is used");
-static_assert(ROW_CHUNKS % 2 == 0, "the swizzle swaps chunks within pairs at least");
-static_assert(SLICE * ROW_CHUNKS % WARP == 0, "every lane copies as many chunks");
+static_assert(SLICE * CHUNKS % WARP == 0, "every lane copies as many chunks");
 
 // What decode kernels read. Strides are in elements.
 struct Inputs {
@@ -56,13 +54,9 @@ struct Work {
   int num_rest;
 };
 
-// Where a chunk of a token lies in a slice, in bytes. Tokens are a multiple of 128 bytes or a few
-// more apart, so the same chunk of 8 tokens, which is what ldmatrix reads at a time, would share
-// banks. Swapping chunks by a pattern of the token's number gives the 8 different banks.
+// Where a chunk of a token lies in a slice, in bytes.
 __device__ __forceinline__ int chunk_offset(int token, int chunk) {
-  constexpr int REST = ROW_CHUNKS % 8;  // how far a token's banks are from those of the one before
-  const int flip = REST == 0 ? token & 7 : REST == 4 ? (token >> 1) & 3 : (token >> 2) & 1;
-  return (token * ROW_CHUNKS + (chunk ^ flip)) * 16;
+  return (token * CHUNKS + (chunk ^ swizzle(token))) * 16;
 }
 
 // Starts copying 16 tokens to a slice; `source` is the lane's first chunk of them. Tokens from
@@ -71,18 +65,18 @@ __device__ __forceinline__ void copy_slice(unsigned char* slice, const scalar_t*
                                            int num_valid, bool aligned) {
   const int lane = threadIdx.x % WARP;
   if (aligned) {
-    const int num_valid_chunks = num_valid * ROW_CHUNKS - lane;  // from this lane's first one on
+    const int num_valid_chunks = num_valid * CHUNKS - lane;  // from this lane's first one on
 #pragma unroll
-    for (int i = 0; i < SLICE * ROW_CHUNKS / WARP; ++i) {
+    for (int i = 0; i < SLICE * CHUNKS / WARP; ++i) {
       const int c = i * WARP + lane;
-      cp_async_16(slice + chunk_offset(c / ROW_CHUNKS, c % ROW_CHUNKS), source + i * WARP * CHUNK,
+      cp_async_16(slice + chunk_offset(c / CHUNKS, c % CHUNKS), source + i * WARP * CHUNK,
                   i * WARP < num_valid_chunks);
     }
   } else {
 #pragma unroll 1
     for (int i = 0; i < SLICE * HEAD_DIM / WARP; ++i) {
-      const int c = i / CHUNK * WARP + lane, token = c / ROW_CHUNKS;
-      unsigned char* chunk = slice + chunk_offset(token, c % ROW_CHUNKS);
+      const int c = i / CHUNK * WARP + lane, token = c / CHUNKS;
+      unsigned char* chunk = slice + chunk_offset(token, c % CHUNKS);
       reinterpret_cast<scalar_t*>(chunk)[i % CHUNK] =
           token < num_valid ? source[i / CHUNK * WARP * CHUNK + i % CHUNK]
                             : from_float<scalar_t>(0.0f);

@@ -13,7 +13,6 @@
 constexpr int QUAD = 4;  // channels that a thread merges at a time
 constexpr int QUADS = HEAD_DIM / QUAD;
 constexpr int STATE_ROW = HEAD_DIM + 4;  // floats; the 4 put the heads of a warp in other banks
-constexpr float LN2 = 0.693147180559945f;
 static_assert(HEAD_DIM % QUAD == 0, "a head is merged in quads");
 
 struct alignas(8) Scale {
@@ -97,7 +96,7 @@ __device__ __forceinline__ void write_result(const States& states, const Outputs
     }
     *reinterpret_cast<OutQuad*>(outputs.out + row * HEAD_DIM + channel) = result;
     if (outputs.lse != nullptr && channel == 0) {
-      outputs.lse[row] = LN2 * (merged.scale.max + log2f(merged.scale.sum));
+      outputs.lse[row] = LN_2 * (merged.scale.max + log2f(merged.scale.sum));
     }
   }
 }

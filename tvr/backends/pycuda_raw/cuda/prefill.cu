@@ -33,14 +33,12 @@ constexpr int KEY_STEPS = TILE_KEYS / 16;  // of the second
 constexpr int SLICES = TILE_KEYS / SLICE;
 constexpr int TILE_BYTES = TILE_KEYS * ROW_BYTES;  // of K or V
 constexpr int NUM_STAGES = 2;
-constexpr float LN_2 = 0.693147180559945f;
 
 // Weights are 2^(score - base). The base is the row's largest score, or has been: it follows only
 // when that has grown by more, which costs a pass over the output and seldom happens. Weights up to
 // 2^8 are as exact as those up to 1, and their sum is far from fp32's end.
 constexpr float SLACK = 8.0f;
 
-static_assert(sizeof(scalar_t) == 2, "tensor cores take 16-bit numbers; see prefill_fp32.cu");
 static_assert(ROW_TILES == 1 || ROW_TILES == 2, "more rows do not fit in the registers");
 static_assert(TILE_KEYS == 32 || TILE_KEYS == 64, "");
 static_assert(NUM_WARPS % SLICES == 0, "a warp copies one slice of K, of V or of both");
@@ -78,7 +76,7 @@ __device__ __forceinline__ void copy_keys(unsigned char* stage, const scalar_t* 
   const int slice = warp % SLICES;
   const int key = first_key + slice * SLICE;
   const int num_valid = work.num_keys - key;
-  const int block_size = 1 << steps.log2_block_size;
+  const int block_size = 1 << steps.block_shift;
   // Within one block of the pool: no 64 bits are needed for that.
   const int offset = (work.kv_head * block_size + (key & (block_size - 1))) * HEAD_DIM;
 #pragma unroll
@@ -93,7 +91,7 @@ __device__ __forceinline__ void copy_keys(unsigned char* stage, const scalar_t* 
 // last key may be anything and are not looked at.
 __device__ __forceinline__ int block_of_slice(const Work& work, const Steps& steps, int first_key) {
   const int key = first_key + threadIdx.x / WARP % SLICES * SLICE;
-  return key < work.num_keys ? __ldg(work.blocks + (key >> steps.log2_block_size)) : 0;
+  return key < work.num_keys ? __ldg(work.blocks + (key >> steps.block_shift)) : 0;
 }
 
 // Scores of the warp's rows and a tile of keys: S = Q K^T.
@@ -257,11 +255,11 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * WARP, BLOCKS_PER_SM) KE
     scalar_t* __restrict__ out,            // [num_tokens, num_heads, HEAD_DIM]
     float* __restrict__ lse,               // [num_tokens, num_heads] or null
     int64_t q_token_stride, int64_t q_head_stride, int64_t k_block_stride, int64_t v_block_stride,
-    int64_t table_stride, int num_seqs, int num_kv_heads, int group_size, int log2_block_size,
+    int64_t table_stride, int num_seqs, int num_kv_heads, int group_size, int block_shift,
     float scale_log2) {                    // scale * log2(e)
   DYNAMIC_SHARED(shared);
   const Steps steps = {block_table, seq_lens,     cu_seqlens_q, table_stride,
-                       num_seqs,    num_kv_heads, group_size,   log2_block_size};
+                       num_seqs,    num_kv_heads, group_size,   block_shift};
   // In shared memory, since every register is needed in the loop.
   __shared__ Work work;
   if (threadIdx.x < WARP) work_of_block(work, steps, TILE_ROWS);

@@ -26,7 +26,6 @@ constexpr int CHUNKS = HEAD_DIM / CHUNK;
 constexpr int THREAD_CHUNKS = (CHUNKS + LANES - 1) / LANES;
 constexpr int PADDED = HEAD_DIM + CHUNK;    // the same chunk of 8 rows lies in different banks
 constexpr int PADDED_KEYS = TILE_KEYS + 1;  // so does the same key of 4 rows
-constexpr float LN_2 = 0.693147180559945f;
 
 static_assert(sizeof(scalar_t) == 4, "see prefill.cu for 16-bit numbers");
 static_assert(TILE_ROWS * LANES == 2 * NUM_THREADS, "8 threads have two rows");
@@ -40,13 +39,13 @@ __device__ __forceinline__ const float4& chunk_of(const float* tile, int row, in
 // not read: they may hold NaN, of which 0 * NaN would be left in the sum.
 __device__ __forceinline__ void copy_tile(float* __restrict__ tile, const float* __restrict__ cache,
                                           int64_t block_stride, int first_key, const Work& work,
-                                          int log2_block_size) {
-  const int block_size = 1 << log2_block_size;
+                                          int block_shift) {
+  const int block_size = 1 << block_shift;
   for (int i = threadIdx.x; i < TILE_KEYS * HEAD_DIM; i += NUM_THREADS) {
     const int key = first_key + i / HEAD_DIM;
     float value = 0.0f;
     if (key < work.num_keys) {
-      const int64_t block = work.blocks[key >> log2_block_size] * block_stride;
+      const int64_t block = work.blocks[key >> block_shift] * block_stride;
       const int64_t token = static_cast<int64_t>(work.kv_head) * block_size +
                             (key & (block_size - 1));
       value = cache[block + token * HEAD_DIM + i % HEAD_DIM];
@@ -78,14 +77,14 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) KERNEL_NAME(prefill_fp
     float* __restrict__ out,               // [num_tokens, num_heads, HEAD_DIM]
     float* __restrict__ lse,               // [num_tokens, num_heads] or null
     int64_t q_token_stride, int64_t q_head_stride, int64_t k_block_stride, int64_t v_block_stride,
-    int64_t table_stride, int num_seqs, int num_kv_heads, int group_size, int log2_block_size,
+    int64_t table_stride, int num_seqs, int num_kv_heads, int group_size, int block_shift,
     float scale_log2) {                    // scale * log2(e)
   DYNAMIC_SHARED(shared);
   float* q_tile = reinterpret_cast<float*>(shared);
   float* kv_tile = q_tile + TILE_ROWS * PADDED;  // keys, then the values of the same tokens
   float* weights = kv_tile + TILE_KEYS * PADDED;
   const Steps steps = {block_table, seq_lens,     cu_seqlens_q, table_stride,
-                       num_seqs,    num_kv_heads, group_size,   log2_block_size};
+                       num_seqs,    num_kv_heads, group_size,   block_shift};
   __shared__ Work work;
   if (threadIdx.x < WARP) work_of_block(work, steps, TILE_ROWS);
   __syncthreads();
@@ -108,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) KERNEL_NAME(prefill_fp
   float result[2][THREAD_CHUNKS][CHUNK] = {};
   for (int first_key = 0; first_key < work.num_keys; first_key += TILE_KEYS) {
     __syncthreads();  // all are done with the values of the tile before
-    copy_tile(kv_tile, k_cache, k_block_stride, first_key, work, log2_block_size);
+    copy_tile(kv_tile, k_cache, k_block_stride, first_key, work, block_shift);
     __syncthreads();
 
     float scores[2][THREAD_KEYS] = {};  // of keys lane, lane + 8, ...
@@ -155,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) KERNEL_NAME(prefill_fp
     }
 
     __syncthreads();  // all are done with the keys
-    copy_tile(kv_tile, v_cache, v_block_stride, first_key, work, log2_block_size);
+    copy_tile(kv_tile, v_cache, v_block_stride, first_key, work, block_shift);
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < THREAD_CHUNKS; ++j) {

@@ -19,7 +19,6 @@
 #include "prefill_work.cuh"
 #include "wgmma.cuh"
 
-constexpr float LN_2 = 0.693147180559945f;
 
 // Weights are 2^(score - base). The base is the row's largest score, or has been: it follows only
 // when that has grown by more, which costs a pass over the output and seldom happens. Weights up to
@@ -204,7 +203,7 @@ __device__ __forceinline__ void write_rows(unsigned char* q_tile, const Rows& ro
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
       const float* pair = &rows.out[4 * i + 2 * half];
-      *reinterpret_cast<uint32_t*>(q_tile + chunk_offset(TILE_ROWS, row, i) + lane % 4 * 4) =
+      *reinterpret_cast<uint32_t*>(q_tile + panel_offset(TILE_ROWS, row, i) + lane % 4 * 4) =
           pack_two(pair[0] * inverse, pair[1] * inverse);
     }
     if (lse != nullptr && lane % 4 == 0 && row < work.num_rows) {
@@ -217,7 +216,7 @@ __device__ __forceinline__ void write_rows(unsigned char* q_tile, const Rows& ro
     const int row = first_in_tile + c / CHUNKS;
     if (row >= work.num_rows) break;
     *reinterpret_cast<uint4*>(out + place(row) * HEAD_DIM + c % CHUNKS * CHUNK) =
-        *reinterpret_cast<const uint4*>(q_tile + chunk_offset(TILE_ROWS, row, c % CHUNKS));
+        *reinterpret_cast<const uint4*>(q_tile + panel_offset(TILE_ROWS, row, c % CHUNKS));
   }
 }
 
@@ -231,13 +230,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) KERNEL_NAME(prefill
     scalar_t* __restrict__ out,            // [num_tokens, num_heads, HEAD_DIM]
     float* __restrict__ lse,               // [num_tokens, num_heads] or null
     int64_t q_token_stride, int64_t q_head_stride, int64_t k_block_stride, int64_t v_block_stride,
-    int64_t table_stride, int num_seqs, int num_kv_heads, int group_size, int log2_block_size,
+    int64_t table_stride, int num_seqs, int num_kv_heads, int group_size, int block_shift,
     float scale_log2) {                    // scale * log2(e)
   DYNAMIC_SHARED(shared);
   __shared__ Barriers barriers;
   __shared__ Work work;
   const Steps steps = {block_table, seq_lens,     cu_seqlens_q, table_stride,
-                       num_seqs,    num_kv_heads, group_size,   log2_block_size};
+                       num_seqs,    num_kv_heads, group_size,   block_shift};
   if (threadIdx.x < WARP) work_of_block(work, steps, TILE_ROWS);
 
   // Panels start at multiples of 1024, or wgmma's swizzle would not be ours.
@@ -261,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) KERNEL_NAME(prefill
   if (consumer < 0) {
     release_registers<PRODUCER_REGISTERS>();
     produce(stages, barriers, k_cache, v_cache, k_block_stride, v_block_stride, work, num_tiles,
-            log2_block_size);
+            block_shift);
   } else {
     take_registers<CONSUMER_REGISTERS>();
     const int lane = threadIdx.x % WARP;

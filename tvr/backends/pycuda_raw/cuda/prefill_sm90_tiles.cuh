@@ -48,11 +48,11 @@ struct Barriers {
 // be left in the sum.
 __device__ __forceinline__ void copy_tile(unsigned char* tile, const scalar_t* __restrict__ cache,
                                           int64_t block_stride, int block_id, int first_key,
-                                          int num_valid, int kv_head, int log2_block_size) {
+                                          int num_valid, int kv_head, int block_shift) {
   const int thread = threadIdx.x % WARPGROUP;
   const int row = thread / CHUNKS;
   const int chunk = thread % CHUNKS;
-  const int block_size = 1 << log2_block_size;
+  const int block_size = 1 << block_shift;
 #pragma unroll 2  // all at once take more registers than the copying threads keep
   for (int slice = 0; slice < SLICES; ++slice) {
     const int key = slice * SLICE;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const scalar_t* _
                              (in_block + row) * HEAD_DIM + chunk * CHUNK;
 #pragma unroll
     for (int r = 0; r < SLICE; r += PASS_ROWS) {
-      cp_async_16(tile + chunk_offset(TILE_KEYS, key + row + r, chunk), source + r * HEAD_DIM,
+      cp_async_16(tile + panel_offset(TILE_KEYS, key + row + r, chunk), source + r * HEAD_DIM,
                   key + row + r < num_valid);
     }
   }
@@ -72,14 +72,14 @@ __device__ __forceinline__ void produce(unsigned char* stages, Barriers& barrier
                                         const scalar_t* __restrict__ k_cache,
                                         const scalar_t* __restrict__ v_cache,
                                         int64_t k_block_stride, int64_t v_block_stride,
-                                        const Work& work, int num_tiles, int log2_block_size) {
+                                        const Work& work, int num_tiles, int block_shift) {
   const int num_keys = work.num_keys;
   const int kv_head = work.kv_head;
   const int* blocks = work.blocks;
   // The block of this lane's slice; entries of the table past the last key may be anything.
   auto block_of_slice = [&](int tile) {
     const int key = tile * TILE_KEYS + threadIdx.x % WARP % SLICES * SLICE;
-    return key < num_keys ? __ldg(blocks + (key >> log2_block_size)) : 0;
+    return key < num_keys ? __ldg(blocks + (key >> block_shift)) : 0;
   };
   int next_block_id = block_of_slice(0);
   for (int tile = 0; tile < num_tiles; ++tile) {
@@ -91,11 +91,11 @@ __device__ __forceinline__ void produce(unsigned char* stages, Barriers& barrier
     unsigned char* k_tile = stages + stage * 2 * TILE_BYTES;
     barrier_wait(&barriers.k_empty[stage], parity);
     copy_tile(k_tile, k_cache, k_block_stride, block_id, first_key, num_keys - first_key,
-              kv_head, log2_block_size);
+              kv_head, block_shift);
     barrier_arrive_after_copies(&barriers.k_full[stage]);
     barrier_wait(&barriers.v_empty[stage], parity);
     copy_tile(k_tile + TILE_BYTES, v_cache, v_block_stride, block_id, first_key,
-              num_keys - first_key, kv_head, log2_block_size);
+              num_keys - first_key, kv_head, block_shift);
     barrier_arrive_after_copies(&barriers.v_full[stage]);
   }
   cp_async_commit();
@@ -113,7 +113,7 @@ __device__ __forceinline__ void copy_queries(unsigned char* q_tile, const scalar
     const int head = work.kv_head * group_size + in_sequence % group_size;
     const scalar_t* source = q + (work.first_token + in_sequence / group_size) * token_stride +
                              head * head_stride + chunk * CHUNK;
-    cp_async_16(q_tile + chunk_offset(TILE_ROWS, row, chunk), source, row < work.num_rows);
+    cp_async_16(q_tile + panel_offset(TILE_ROWS, row, chunk), source, row < work.num_rows);
   }
   cp_async_commit();
   cp_async_wait<0>();

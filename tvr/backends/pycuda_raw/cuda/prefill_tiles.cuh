@@ -1,26 +1,13 @@
 // Tiles of Q, K and V in shared memory for the tensor cores: rows of HEAD_DIM 16-bit numbers.
-//
-// ldmatrix reads 16 bytes (a chunk) of 8 rows at a time. Rows are 128 bytes or a few more apart, so
-// the same chunk of all rows would lie in the same banks. Chunks are therefore swapped within a
-// row, by a pattern that gives the 8 rows of a matrix 8 different groups of banks.
 #pragma once
 
-#include "common.cuh"
+#include "swizzle.cuh"
 
-constexpr int CHUNK = 8;  // 16-bit numbers in 16 bytes
-constexpr int CHUNKS = HEAD_DIM / CHUNK;
 constexpr int ROW_BYTES = HEAD_DIM * 2;
 constexpr int SLICE = 16;  // tokens that are sure to lie in one block of the cache
 
 static_assert(HEAD_DIM % 16 == 0, "a tensor core takes 16 channels at a time");
-static_assert(CHUNKS % 8 == 0 || CHUNKS == 10 || CHUNKS == 12, "no pattern was found for these");
-
-// What the chunk number is XORed with in a row. It depends on the last three bits of the row only.
-__device__ __forceinline__ int swizzle(int row) {
-  if constexpr (CHUNKS % 8 == 0) return row & 7;
-  if constexpr (CHUNKS == 12) return (row >> 1) & 3;
-  return (row >> 2) & 1;
-}
+static_assert(sizeof(scalar_t) == 2, "tensor cores take 16-bit numbers; see prefill_fp32.cu");
 
 // Where a chunk of a row lies in a tile, in bytes.
 __device__ __forceinline__ int chunk_offset(int row, int chunk) {
@@ -44,8 +31,8 @@ __device__ __forceinline__ void copy_unaligned_chunk(unsigned char* tile, int ro
 
 // Copies 16 tokens of a block of a cache, from number `offset` of the block on, to rows first_row
 // and on of a tile; 16 divides first_row. Rows from num_valid on become zeros, and are not read:
-// they may hold NaN, of which 0 * NaN would be left in the sum. Called by a warp; the tokens are one
-// run of memory.
+// they may hold NaN, of which 0 * NaN would be left in the sum. Called by a warp; the tokens are
+// one run of memory.
 __device__ __forceinline__ void copy_slice(unsigned char* tile, int first_row,
                                            const scalar_t* __restrict__ block, int offset,
                                            int num_valid, bool aligned) {
@@ -53,9 +40,8 @@ __device__ __forceinline__ void copy_slice(unsigned char* tile, int first_row,
   static_assert(SLICE_CHUNKS % WARP == 0, "every lane copies as many chunks");
   const int lane = threadIdx.x % WARP;
   if (aligned && WARP % CHUNKS == 0) {
-    // The swizzle is linear in a row's bits, so that
-    // of the sum of two rows without a bit in common is the XOR of both: only constants depend on
-    // i, and one or two addresses do for all chunks.
+    // The swizzle is linear in a row's bits: that of a sum of two rows without a bit in common is
+    // the XOR of theirs. So only constants depend on i, and one or two addresses do for all chunks.
     const scalar_t* source = block + (offset + lane * CHUNK);
     const int row = lane / CHUNKS;
     unsigned char* target = tile + (first_row + row) * ROW_BYTES;

@@ -16,7 +16,7 @@ struct Steps {
   int num_seqs;
   int num_kv_heads;
   int group_size;
-  int log2_block_size;
+  int block_shift;  // block_size is 1 << block_shift
 };
 
 // A tile of rows of one sequence and one KV head.
@@ -55,8 +55,9 @@ __device__ __forceinline__ int sequence_of_slot(const Steps& steps, int slot, in
   return first;
 }
 
-// Finds the tile of this block. Called by a warp; `work` is in shared memory. Late tiles see the most keys and come first, so that what runs at the
-// end, when there is too little left to fill the device, is short.
+// Finds the tile of this block. Called by a warp; `work` is in shared memory. Late tiles see the
+// most keys and come first, so that what runs at the end, when there is too little left to fill the
+// device, is short.
 __device__ __forceinline__ void work_of_block(Work& work, const Steps& steps, int tile_rows) {
   const int num_slots = gridDim.x / steps.num_kv_heads;
   const int slot = num_slots - 1 - blockIdx.x / steps.num_kv_heads;

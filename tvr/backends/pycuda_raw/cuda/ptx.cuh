@@ -108,8 +108,8 @@ __device__ __forceinline__ uint4 load_16_once(const void* global) {
 }
 
 // Adds to a number that several blocks count with, and returns what it was. What this thread wrote
-// before, or saw written through a barrier, is seen by whoever reads the count; and it sees what the
-// others wrote before they counted. Cheaper than an atomicAdd between two fences.
+// before, or saw written through a barrier, is seen by whoever reads the count; and it sees what
+// the others wrote before they counted. Cheaper than an atomicAdd between two fences.
 __device__ __forceinline__ int count_arrival(int* counter, int more) {
   int before;
   asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;\n"

@@ -16,7 +16,7 @@ constexpr int PANEL_COLUMNS = 64;
 constexpr int PANEL_ROW_BYTES = 128;
 
 // Where the 16-byte chunk `chunk` of row `row` lies in a tile of [rows, 8 * chunks] numbers.
-__device__ __forceinline__ int chunk_offset(int rows, int row, int chunk) {
+__device__ __forceinline__ int panel_offset(int rows, int row, int chunk) {
   return (chunk / 8 * rows + row) * PANEL_ROW_BYTES + ((chunk % 8) ^ (row % 8)) * 16;
 }
 
