@@ -94,6 +94,12 @@ def test_rows_that_cannot_be_copied_by_16_bytes_are_read_right(dtype: str, head_
 
 
 @needs_emulation
+def test_tensors_that_start_at_an_odd_address_are_read_right() -> None:
+    checks_alignment = CpuGpu(num_sms=2, checked=True)
+    _judge(_spec("bfloat16", 64), [100, 0, 17], checks_alignment, gap=8, start=1)
+
+
+@needs_emulation
 @pytest.mark.parametrize("max_shared_bytes", _SHARED_MEMORY.values())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_of_one_two_and_four_warps(dtype: str, max_shared_bytes: int) -> None:
@@ -148,11 +154,14 @@ def _judge(
     gpu: CpuGpu,
     *,
     gap: int = 0,
+    start: int = 0,
     scale: float = 0.1,
 ) -> None:
     """Hold a result against the reference's, sequence by sequence: each may be off by as much."""
-    found = _run(_attached(spec, kv_lens, gpu), spec, kv_lens, gap=gap, scale=scale).double()
-    wanted = _run(bind_decode(spec), spec, kv_lens, gap=gap, scale=scale).double()
+    found, wanted = (
+        _run(bound, spec, kv_lens, gap=gap, start=start, scale=scale).double()
+        for bound in (_attached(spec, kv_lens, gpu), bind_decode(spec))
+    )
     for kv_len, row, known in zip(kv_lens, found, wanted, strict=True):
         assert (row - known).norm() <= 2 * frobenius_limit(spec.dtype, kv_len) * known.norm()
 
@@ -163,11 +172,12 @@ def _run(
     kv_lens: Sequence[int],
     *,
     gap: int = 0,
+    start: int = 0,
     scale: float = 0.1,
 ) -> Tensor:
     """Return the output of random sequences; `gap` elements lie between rows, and blocks.
 
-    A sequence is the same whichever come behind it.
+    Before the first there are `start`. A sequence is the same whichever come behind it.
     """
     dtype = getattr(torch, spec.dtype)
     counts = [-(-kv_len // _BLOCK_SIZE) for kv_len in kv_lens]
@@ -175,8 +185,9 @@ def _run(
 
     def normal(seed: int, *shape: int) -> Tensor:
         width = torch.Size(shape[1:]).numel() + gap
-        wide = torch.randn(shape[0], width, generator=torch.Generator().manual_seed(seed))
-        return wide.to(dtype)[:, : width - gap].unflatten(1, shape[1:])
+        flat = torch.randn(start + shape[0] * width, generator=torch.Generator().manual_seed(seed))
+        wide = flat.to(dtype)[start:].view(shape[0], width)
+        return wide[:, : width - gap].unflatten(1, shape[1:])
 
     block_table = torch.full((num_seqs, max(counts) + 1), 2**31 - 1, dtype=torch.int32)
     first = 1

@@ -67,6 +67,13 @@ def test_rows_that_cannot_be_copied_by_16_bytes_are_read_right(dtype: str, head_
 
 
 @needs_emulation
+def test_tensors_that_start_at_an_odd_address_are_read_right() -> None:
+    spec = _spec("bfloat16", 64)
+    found = _run(bind_attention_prefill(spec, _gpu(1)), spec, gap=8, start=1)
+    _judge(spec, found, gap=8, start=1)
+
+
+@needs_emulation
 @pytest.mark.parametrize("scale", [0.0, -0.2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_scale_of_0_or_less_is_a_scale(dtype: str, scale: float) -> None:
@@ -85,22 +92,39 @@ def _gpu(num_sms: int) -> Gpu:
     return CpuGpu(num_sms=num_sms)
 
 
-def _judge(spec: AttentionPrefillSpec, found: Tensor, *, gap: int = 0, scale: float = 0.1) -> None:
+def _judge(
+    spec: AttentionPrefillSpec,
+    found: Tensor,
+    *,
+    gap: int = 0,
+    start: int = 0,
+    scale: float = 0.1,
+) -> None:
     """Hold a result against the reference's: each may be off by as much."""
-    wanted = _run(bind_prefill(spec), spec, gap=gap, scale=scale).double()
+    wanted = _run(bind_prefill(spec), spec, gap=gap, start=start, scale=scale).double()
     error = (found.double() - wanted).norm() / wanted.norm()
     assert error <= 2 * frobenius_limit(spec.dtype, max(_KV_LENS))
 
 
-def _run(bound: BoundOp, spec: AttentionPrefillSpec, *, gap: int = 0, scale: float = 0.1) -> Tensor:
-    """Return the output of random sequences; `gap` elements lie between rows, and blocks."""
+def _run(
+    bound: BoundOp,
+    spec: AttentionPrefillSpec,
+    *,
+    gap: int = 0,
+    start: int = 0,
+    scale: float = 0.1,
+) -> Tensor:
+    """Return the output of random sequences; `gap` elements lie between rows, and blocks.
+
+    Before the first there are `start`.
+    """
     g = torch.Generator().manual_seed(0)
     dtype = getattr(torch, spec.dtype)
 
     def normal(*shape: int) -> Tensor:
-        row = shape[1] * shape[2] if len(shape) == 3 else shape[1] * shape[2] * shape[3]
-        wide = torch.randn(shape[0], row + gap, generator=g).to(dtype)
-        return wide[:, :row].unflatten(1, shape[1:])
+        row = torch.Size(shape[1:]).numel()
+        flat = torch.randn(start + shape[0] * (row + gap), generator=g).to(dtype)
+        return flat[start:].view(shape[0], row + gap)[:, :row].unflatten(1, shape[1:])
 
     num_tokens, num_seqs = sum(_Q_LENS), len(_Q_LENS)
     ids = iter(torch.randperm(_NUM_BLOCKS, generator=g).tolist())

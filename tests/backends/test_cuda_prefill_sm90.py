@@ -79,6 +79,14 @@ def test_a_scale_of_0_or_less_does_not_fit(scale: float) -> None:
     assert not fits(q, cache, cache, scale)
 
 
+def test_tensors_that_start_at_an_odd_address_do_not_fit() -> None:
+    q, cache = torch.zeros(4, 6, 64), torch.zeros(2, 2, 16, 64)
+    odd_q, odd_cache = (torch.zeros(x.numel() + 1)[1:].view_as(x) for x in (q, cache))
+    assert not fits(odd_q, cache, cache, 0.5)
+    assert not fits(q, odd_cache, cache, 0.5)
+    assert not fits(q, cache, odd_cache, 0.5)
+
+
 def _spec(dtype: str, head_dim: int) -> AttentionPrefillSpec:
     return AttentionPrefillSpec(
         dtype=dtype, num_heads=6, num_kv_heads=2, head_dim=head_dim, block_size=16

@@ -20,7 +20,7 @@ _NUM_STAGES = 2
 _TILE_ALIGNMENT = 1024
 
 #: Elements of 16 bytes, which is how everything is copied.
-_CHUNK = 8
+_CHUNK, _CHUNK_BYTES = 8, 16
 
 
 def sm90_variant(dtype: str, head_dim: int) -> KernelVariant | None:
@@ -39,10 +39,17 @@ def sm90_kernel(spec: AttentionPrefillSpec, gpu: Gpu) -> Sm90Kernel | None:
 def fits(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float) -> bool:
     """Return whether the kernel can take these: rows that can be copied 16 bytes at a time.
 
+    Wherever a row starts it is at a multiple of 16 bytes: the base and all strides are.
+
     A scale of 0 or less would turn the largest score into another one, or hidden ones into NaN.
     """
     strides = (*q.stride()[:2], k_cache.stride(0), v_cache.stride(0))
-    return scale > 0 and all(stride % _CHUNK == 0 for stride in strides)
+    bases = (q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr())
+    return (
+        scale > 0
+        and all(stride % _CHUNK == 0 for stride in strides)
+        and all(base % _CHUNK_BYTES == 0 for base in bases)
+    )
 
 
 class Sm90Kernel:

@@ -37,7 +37,8 @@ struct WarpState {
 
   __device__ __forceinline__ void begin(const Inputs& in, int seq, const Bundle& bundle, float*) {
     const int lane = threadIdx.x % WARP;
-    const bool in_pairs = (in.q_seq_stride | in.q_head_stride) % 2 == 0;
+    const bool in_pairs = (in.q_seq_stride | in.q_head_stride) % 2 == 0 &&
+                          reinterpret_cast<uintptr_t>(in.q) % sizeof(Two<T>) == 0;
 #pragma unroll
     for (int tile = 0; tile < GROUP_TILES; ++tile) {
       const int head = tile * 8 + lane / 4;

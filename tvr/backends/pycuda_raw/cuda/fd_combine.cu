@@ -1,7 +1,8 @@
 // Second pass of flash decoding with fixed splits: merges the partial results of each sequence and
 // bundle of query heads, always in the same order, and normalises once.
 //
-// Grid: (bundles of a KV head, num_kv_heads, num_seqs). Block: 32 * WARPS threads.
+// Grid: (bundles of a KV head, num_kv_heads, num_seqs), so at most 65,535 sequences.
+// Block: 32 * WARPS threads.
 // Shared memory: decode_shape.py computes it; WARPS states of a bundle.
 // Required: as fd_split. SMs: 80 and up. Numerics: all fp32; the result is rounded once.
 // Alone: nvcc -cubin -arch=sm_90 -std=c++17 -O3 --expt-relaxed-constexpr -DDTYPE=bf16 -DHEAD_DIM=64

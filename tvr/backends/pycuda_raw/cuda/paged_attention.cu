@@ -1,7 +1,8 @@
 // Attention of one new token a sequence over the paged KV cache in one pass: a block takes all keys
 // of a sequence and a bundle of query heads. Needs no plan; fast where sequences are many or short.
 //
-// Grid: (bundles of a KV head, num_kv_heads, num_seqs). Block: 32 * WARPS threads.
+// Grid: (bundles of a KV head, num_kv_heads, num_seqs), so at most 65,535 sequences.
+// Block: 32 * WARPS threads.
 // Shared memory: decode_shape.py computes it; rings, then WARPS states of a bundle.
 // Required: -DDTYPE=bf16|fp16|fp32 -DHEAD_DIM=64|80|96|128|256 -DWARPS=1..4 -DSTAGES>=2
 //   -DGROUP_TILES=1|2 -DCTAS>=1. SMs: 80 and up.

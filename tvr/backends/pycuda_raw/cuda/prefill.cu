@@ -288,7 +288,9 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * WARP, BLOCKS_PER_SM) KE
     }
   }
 
-  const bool kv_aligned = (k_block_stride | v_block_stride) % CHUNK == 0;
+  const bool kv_aligned =
+      (k_block_stride | v_block_stride) % CHUNK == 0 &&
+      (reinterpret_cast<uintptr_t>(k_cache) | reinterpret_cast<uintptr_t>(v_cache)) % 16 == 0;
   int block_id = block_of_slice(work, steps, 0);
   copy_keys(stages, k_cache, v_cache, k_block_stride, v_block_stride, block_id, 0, work, steps,
             kv_aligned);

@@ -7,7 +7,8 @@
 //   For head_dim 64, 128 and 256: 192, 128 and 128 rows; 512, 384 and 384 threads; 91136, 164864
 //   and 197632 bytes.
 // -DDTYPE=bf16|fp16 -DHEAD_DIM=64|128|256
-// SMs: 90 alone (sm_90a). Strides of q and of blocks are multiples of 8 numbers; scale is above 0.
+// SMs: 90 alone (sm_90a). q and the caches start at multiples of 16 bytes, strides of q and of
+// blocks are multiples of 8 numbers, scale is above 0: prefill_sm90.py sees to it.
 // fp32: scores, softmax, sums and output until it is rounded once. The softmax weights are rounded
 // to DTYPE for the second product.
 // Alone: nvcc -cubin -arch=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -DDTYPE=bf16

@@ -35,7 +35,12 @@ static_assert(sizeof(scalar_t) == 2, "tensor cores take 16-bit numbers");
 static_assert(HEAD_DIM % PANEL_COLUMNS == 0, "tiles are made of whole panels");
 static_assert(WARPGROUP % CHUNKS == 0 && SLICE % PASS_ROWS == 0, "a slice is whole passes");
 static_assert(SLICES <= WARP, "each lane looks up the block of one slice");
-static_assert(PRODUCER_REGISTERS + NUM_CONSUMERS * CONSUMER_REGISTERS <= 65536 / WARPGROUP, "");
+// A thread starts with as many as all can have, in steps of 8. More than that is not given out, and
+// a warpgroup that asks for more waits for ever.
+constexpr int START_REGISTERS = 65536 / NUM_THREADS / 8 * 8;
+static_assert(PRODUCER_REGISTERS + NUM_CONSUMERS * CONSUMER_REGISTERS <=
+                  (NUM_CONSUMERS + 1) * START_REGISTERS,
+              "what the copying threads leave must be enough for the others");
 
 // Barriers of each stage. Full: every copying thread's part has landed. Empty: every multiplying
 // warp is done with it.
