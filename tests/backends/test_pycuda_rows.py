@@ -29,6 +29,7 @@ from tvr.contract import (
     ArgmaxSpec,
     Bounds,
     KvWriteSpec,
+    LinearSpec,
     OpSpec,
     RmsNormSpec,
     RopeKvWriteSpec,
@@ -223,3 +224,10 @@ def _judge_norm(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 def _both(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, _oddly_strided(x)
+
+
+def test_linear_refuses_more_rows_than_a_block_has_room_for(gpu):
+    run = _run(LinearSpec(dtype="float32", in_features=64, out_features=8, max_rows=8), gpu)
+    weight = _random(8, 64)
+    with pytest.raises(KernelError, match="x has 9 rows; this kernel takes at most 8"):
+        run(_random(9, 64), (weight, None), out=torch.empty(9, 8))

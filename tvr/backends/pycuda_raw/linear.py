@@ -8,13 +8,15 @@ from tvr.backends.pycuda_raw.launch import Gpu, Kernel, Param, int32, int64, ten
 from tvr.backends.pycuda_raw.threads import PACK_SIZES
 from tvr.backends.pycuda_raw.variants import KernelVariant
 from tvr.contract import DTYPES, BoundOp, LinearSpec
+from tvr.errors import KernelError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TILE_FEATURES = 8  # of a block, as in the source
+_MOST_ROWS, _TILE_FEATURES = 8, 8  # of a block, as in the source
 _PACKS_OF_CHUNK = 32  # of 16 bytes, of a weight row: what a warp takes at a time
-_WARP_BYTES = 8 * 576 + 4 * 8 * _TILE_FEATURES  # a chunk of 8 rows of x, and the sums
+#: Shared memory of a warp: a chunk of each row of x, and the sums.
+_WARP_BYTES = _MOST_ROWS * (576 + 4 * _TILE_FEATURES)
 _LEAST_WARPS, _MOST_WARPS = 2, 16
 _WARP = 32
 _PACK_BYTES = 16
@@ -52,6 +54,11 @@ def bind_linear(spec: LinearSpec, gpu: Gpu) -> BoundOp:
 
     def run(x: Tensor, packed: tuple[Tensor, Tensor | None], *, out: Tensor) -> Tensor:
         """out = x @ weight.T (+ bias); x [T, in] with T at most 8, out [T, out]."""
+        if len(x) > _MOST_ROWS:
+            raise KernelError(
+                f"linear: x has {len(x)} rows; this kernel takes at most {_MOST_ROWS}: "
+                "bind another backend for more"
+            )
         weight, bias = packed
         whole_packs = (
             all(size % per_pack == 0 for size in (spec.in_features, x.stride(0), weight.stride(0)))
