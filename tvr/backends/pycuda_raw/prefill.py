@@ -5,22 +5,19 @@ On Hopper `prefill_sm90` takes what it can.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from tvr.backends.pycuda_raw.launch import Gpu, Kernel, float32, int32, int64, tensor
+from tvr.backends.pycuda_raw.launch import Gpu
+from tvr.backends.pycuda_raw.prefill_kernel import PrefillKernel
 from tvr.backends.pycuda_raw.prefill_sm90 import fits, sm90_kernel
 from tvr.backends.pycuda_raw.variants import KernelVariant
 from tvr.contract import AttentionPrefillSpec, BoundOp, StepMeta
 
-#: Attends: (q, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q, num_seqs, num_tokens, scale,
-#: out, lse). The numbers of sequences and tokens may be bounds of what the tensors say.
-Launch = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, int, float, Tensor, Tensor | None], None
-]
+#: Returns the kernel for a step of so many tokens.
+Choice = Callable[[int], PrefillKernel]
 
 
 @dataclass(frozen=True)
@@ -71,9 +68,9 @@ _FP32_KEYS = 32
 
 def bind_attention_prefill(spec: AttentionPrefillSpec, gpu: Gpu) -> BoundOp:
     hopper = sm90_kernel(spec, gpu)
-    # Loaded beside it: strides say which of them takes a call, and by then a graph may be in
-    # capture, when nothing can be loaded.
-    anywhere = mma_kernel(spec, gpu)
+    # Loaded beside it: strides and addresses say which of them takes a call, and by then a graph
+    # may be in capture, when nothing can be loaded.
+    anywhere = mma_kernels(spec, gpu)
 
     def run(
         q: Tensor,
@@ -91,122 +88,54 @@ def bind_attention_prefill(spec: AttentionPrefillSpec, gpu: Gpu) -> BoundOp:
 
         k and v are in the cache already, and are read from there.
         """
-        launch: Launch = anywhere
         if hopper is not None and fits(q, k_cache, v_cache, scale):
-            launch = hopper
-        launch(
-            q,
-            k_cache,
-            v_cache,
-            step.block_table,
-            step.seq_lens,
-            step.cu_seqlens_q,
-            step.num_seqs,
-            step.num_tokens,
-            scale,
-            out,
-            lse,
-        )
+            kernel = hopper
+        else:
+            kernel = anywhere(step.num_tokens)
+        kernel(q, k_cache, v_cache, step, scale, out, lse)
         return out
 
     return BoundOp(run=run)
 
 
-def mma_kernel(spec: AttentionPrefillSpec, gpu: Gpu) -> Launch:
-    """Return the launcher of the kernels that serve every spec, on every SM from 80 on."""
+def mma_kernels(spec: AttentionPrefillSpec, gpu: Gpu) -> Choice:
+    """Load the kernels that serve every spec, on every SM from 80 on; return the choice of one."""
     if spec.dtype == "float32":
-        tall_rows = short_rows = _FP32_ROWS
-        tall = short = _fp32_kernel(spec, gpu)
-    else:
-        tilings = _TALL[spec.head_dim], _SHORT[spec.head_dim]
-        tall_rows, short_rows = (tiling.rows for tiling in tilings)
-        tall, short = (_tiled_kernel(spec, gpu, tiling) for tiling in tilings)
-    rows_to_be_tall = _TALL_BLOCKS_PER_SM * gpu.num_sms * tall_rows
-
-    def launch(
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        block_table: Tensor,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        num_seqs: int,
-        num_tokens: int,
-        scale: float,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        if num_tokens == 0:
-            return
-        is_tall = num_tokens * spec.num_heads >= rows_to_be_tall
-        kernel, tile_rows = (tall, tall_rows) if is_tall else (short, short_rows)
-        num_slots = num_tokens * spec.group_size // tile_rows + num_seqs  # see prefill_work.cuh
-        kernel(
-            (spec.num_kv_heads * num_slots,),
-            q,
-            k_cache,
-            v_cache,
-            block_table,
-            seq_lens,
-            cu_seqlens_q,
-            out,
-            lse,
-            q.stride(0),
-            q.stride(1),
-            k_cache.stride(0),
-            v_cache.stride(0),
-            block_table.stride(0),
-            num_seqs,
-            spec.num_kv_heads,
-            spec.group_size,
-            spec.block_size.bit_length() - 1,
-            scale * math.log2(math.e),
-        )
-
-    return launch
+        only = _fp32_kernel(spec, gpu)
+        return lambda num_tokens: only
+    tall = _tiled_kernel(spec, gpu, _TALL[spec.head_dim])
+    short = _tiled_kernel(spec, gpu, _SHORT[spec.head_dim])
+    rows_to_be_tall = _TALL_BLOCKS_PER_SM * gpu.num_sms * tall.tile_rows
+    return lambda num_tokens: tall if num_tokens * spec.num_heads >= rows_to_be_tall else short
 
 
-def _tiled_kernel(spec: AttentionPrefillSpec, gpu: Gpu, tiling: Tiling) -> Kernel:
+def _tiled_kernel(spec: AttentionPrefillSpec, gpu: Gpu, tiling: Tiling) -> PrefillKernel:
     constants = (
         ("ROW_TILES", tiling.row_tiles),
         ("TILE_KEYS", tiling.tile_keys),
         ("Q_IN_REGISTERS", tiling.q_in_registers),
         ("BLOCKS_PER_SM", tiling.blocks_per_sm),
     )
-    variant = KernelVariant(
-        source="prefill", dtype=spec.dtype, head_dim=spec.head_dim, defines=constants
+    return PrefillKernel(
+        spec,
+        gpu,
+        KernelVariant(
+            source="prefill", dtype=spec.dtype, head_dim=spec.head_dim, defines=constants
+        ),
+        tile_rows=tiling.rows,
+        block=_BLOCK,
+        # At most 96 KB, which every SM has.
+        shared_bytes=2 * spec.head_dim * (tiling.rows + _NUM_STAGES * 2 * tiling.tile_keys),
     )
-    # At most 96 KB, which every SM has.
-    shared_bytes = 2 * spec.head_dim * (tiling.rows + _NUM_STAGES * 2 * tiling.tile_keys)
-    return _kernel(gpu, variant, shared_bytes)
 
 
-def _fp32_kernel(spec: AttentionPrefillSpec, gpu: Gpu) -> Kernel:
-    variant = KernelVariant(source="prefill_fp32", dtype=spec.dtype, head_dim=spec.head_dim)
+def _fp32_kernel(spec: AttentionPrefillSpec, gpu: Gpu) -> PrefillKernel:
     tiles = (_FP32_ROWS + _FP32_KEYS) * (spec.head_dim + 4)
-    return _kernel(gpu, variant, 4 * (tiles + _FP32_ROWS * (_FP32_KEYS + 1)))
-
-
-def _kernel(gpu: Gpu, variant: KernelVariant, shared_bytes: int) -> Kernel:
-    """Load either source: both have these parameters."""
-    params = (
-        tensor("q", variant.dtype),
-        tensor("k_cache", variant.dtype),
-        tensor("v_cache", variant.dtype),
-        tensor("block_table", "int32"),
-        tensor("seq_lens", "int32"),
-        tensor("cu_seqlens_q", "int32"),
-        tensor("out", variant.dtype),
-        tensor("lse", "float32", optional=True),
-        int64("q_token_stride"),
-        int64("q_head_stride"),
-        int64("k_block_stride"),
-        int64("v_block_stride"),
-        int64("table_stride"),
-        int32("num_seqs"),
-        int32("num_kv_heads"),
-        int32("group_size"),
-        int32("block_shift"),
-        float32("scale_log2"),
+    return PrefillKernel(
+        spec,
+        gpu,
+        KernelVariant(source="prefill_fp32", dtype=spec.dtype, head_dim=spec.head_dim),
+        tile_rows=_FP32_ROWS,
+        block=_BLOCK,
+        shared_bytes=4 * (tiles + _FP32_ROWS * (_FP32_KEYS + 1)),
     )
-    return Kernel(gpu, variant, params, block=_BLOCK, shared_bytes=shared_bytes)
