@@ -52,6 +52,18 @@ def test_fixed_splits_need_no_more_workspace_than_they_can_fill() -> None:
 
 
 @needs_emulation
+def test_a_workspace_is_laid_out_for_its_own_size() -> None:
+    spec, lens = _spec("bfloat16", 64), [70, 3]
+    bound = bind_attention_decode(spec, _gpu())
+    assert bound.workspace_bytes is not None
+    assert bound.attach is not None
+    num_bytes = bound.workspace_bytes(_bounds(len(lens), max(lens)))
+    bound.workspace_bytes(_bounds(200, 10_000))
+    bound.attach(_garbage(num_bytes))
+    assert torch.equal(_run(bound, spec, lens), _run(_attached(spec, lens, _gpu()), spec, lens))
+
+
+@needs_emulation
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sequence_may_be_shared_by_more_blocks_than_are_merged_at_once(dtype: str) -> None:
     spec = _spec(dtype, 64)
@@ -142,10 +154,15 @@ def _attached(spec: AttentionDecodeSpec, kv_lens: Sequence[int], gpu: CpuGpu) ->
     bound = bind_attention_decode(spec, gpu)
     if bound.workspace_bytes is not None and bound.attach is not None:
         num_bytes = bound.workspace_bytes(_bounds(len(kv_lens), max(kv_lens)))
-        memory = torch.full((num_bytes + 256,), 0x7F, dtype=torch.uint8)
-        start = -memory.data_ptr() % 256
-        bound.attach(memory[start : start + num_bytes])
+        bound.attach(_garbage(num_bytes))
     return bound
+
+
+def _garbage(num_bytes: int) -> Tensor:
+    """Return a workspace that nothing was written to."""
+    memory = torch.full((num_bytes + 256,), 0x7F, dtype=torch.uint8)
+    start = -memory.data_ptr() % 256
+    return memory[start : start + num_bytes]
 
 
 def _judge(

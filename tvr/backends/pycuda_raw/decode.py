@@ -142,7 +142,7 @@ class _Split:
         self._shape = shape = decode_shape(spec, gpu.max_shared_bytes)
         self._rule = split_rule(spec, shape)
         self._num_blocks = gpu.num_sms * shape.ctas
-        self._layout: Layout
+        self._layouts: dict[int, Layout] = {}  # by their bytes: `attach` is not told the bounds
         self._parts: dict[str, Tensor] = {}
         self._plan = Kernel(gpu, plan_variant(spec), PLAN_PARAMS, block=_PLAN_THREADS)
         self._split = Kernel(
@@ -163,13 +163,14 @@ class _Split:
             )
 
     def workspace_bytes(self, bounds: Bounds) -> int:
-        """Return the bytes of the workspace for steps within `bounds`, and lay it out so."""
-        self._layout = Layout(self._spec, self._shape, self._num_blocks, bounds)
-        return self._layout.num_bytes
+        """Return the bytes of the workspace for steps within `bounds`."""
+        layout = Layout(self._spec, self._shape, self._num_blocks, bounds)
+        self._layouts[layout.num_bytes] = layout
+        return layout.num_bytes
 
     def attach(self, workspace: Tensor) -> None:
-        """Take a workspace [n] uint8 of the size last asked for."""
-        self._parts = self._layout.parts(workspace)
+        """Take a workspace [n] uint8, n being an answer of `workspace_bytes`."""
+        self._parts = self._layouts[len(workspace)].parts(workspace)
         if self._rule.fixed:
             del self._parts["counters"]
 
