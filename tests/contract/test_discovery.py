@@ -13,7 +13,7 @@ import pytest
 from support.fakes import fake, manager_of
 from support.plugins import install, install_sample
 from tvr.core.plugins import PluginConfig
-from tvr.errors import AbiMismatch, BackendUnavailable, PluginError, PluginLoadError
+from tvr.errors import AbiMismatch, BackendUnavailable, ConfigError, PluginError, PluginLoadError
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,6 +67,17 @@ def tvr_configured(config):
 """
 )
 
+REFUSES_OPTIONS = (
+    GOOD.format(name="fast")
+    + """
+from tvr.errors import ConfigError
+
+@hookimpl
+def tvr_configured(config):
+    raise ConfigError("[options.fast] has treads; allowed: threads")
+"""
+)
+
 AS_CLASS = (
     "from tvr.contract import BackendInfo, BoundOp, Box\n"
     "from tvr.hookspecs import hookimpl\n"
@@ -81,6 +92,15 @@ AS_CLASS = (
     "    def run(self, logits, *, out): ...\n"
     "instance = Backend()\n"
 )
+
+
+def test_options_that_a_backend_refuses_are_the_users_error(site):
+    """Another backend would serve instead, and nobody would see the misspelt word."""
+    sources = {"mod.py": REFUSES_OPTIONS}
+    install(site, "dist", entry_points={"fast": "mod"}, sources=sources)
+    with pytest.raises(ConfigError, match=r"\[options.fast\] has treads; allowed: threads"):
+        manager_of(config=config_of("torch"), site=site)
+    assert "fast" in manager_of(config=config_of("torch", disabled=("fast",)), site=site).known
 
 
 @pytest.mark.parametrize("value", ["mod:Backend", "mod:instance"])

@@ -26,7 +26,7 @@ from tvr.core.backend import (
 from tvr.core.discovery import Candidate, discover
 from tvr.core.plugin_checks import Plugin, check_plugin, describe
 from tvr.core.plugin_config import PluginConfig
-from tvr.errors import AbiMismatch, BackendUnavailable, PluginError, PluginLoadError
+from tvr.errors import AbiMismatch, BackendUnavailable, ConfigError, PluginError, PluginLoadError
 
 __all__ = ["Backend", "BackendManager", "PluginConfig"]
 
@@ -45,6 +45,7 @@ class BackendManager:
         installed: distributions to look for entry points in; None: all of `sys.path`.
 
     Raises:
+        ConfigError: an installed backend refuses its options.
         PluginError: `config` uses a name that no known backend has, or `plugins` holds an
             object that is no backend or has the name of an installed one.
     """
@@ -190,7 +191,10 @@ class BackendManager:
         return built_in
 
     def _load(self, backend: Backend, load: Callable[[], object]) -> None:
-        """Load, check and register one installed plugin; whatever it raises stays with it."""
+        """Load, check and register one installed plugin; whatever it raises stays with it.
+
+        But for what it says of plugins.toml: that is the user's, and as wrong as an unknown name.
+        """
         try:
             plugin = check_plugin(load(), self._pm)
             if plugin.info.name != backend.name:
@@ -199,7 +203,7 @@ class BackendManager:
                     f"{backend.name!r}; they must agree"
                 )
             self._register(plugin)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ConfigError):
             raise  # the user's, for all one can tell
         except BaseException as e:  # SystemExit, and what test frameworks derive from it
             backend.fail(e)

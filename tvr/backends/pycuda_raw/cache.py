@@ -20,6 +20,9 @@ SCRATCH_PREFIX = ".compiling-"
 #: A folder this old was left by a compiler that was killed.
 SCRATCH_AGE_S = 3600.0
 
+#: The keys of `[options.pycuda]`.
+OPTIONS = ("cache_dir",)
+
 _FILE = re.compile(r"(?P<symbol>\w+)-(?P<arch>sm_\d+a?)-(?P<key>[0-9a-f]{16})\.(?:cubin|json)")
 
 
@@ -71,14 +74,24 @@ def configured_cache_dir(options: Mapping[str, object]) -> Path | None:
     """Return `cache_dir` of `[options.pycuda]`; None: it is not set.
 
     Raises:
-        ConfigError: it is no path.
+        ConfigError: it is no path, or there are other keys.
     """
+    if unknown := sorted(set(options) - set(OPTIONS)):
+        raise ConfigError(
+            f"[options.pycuda] has {', '.join(unknown)}; allowed: {', '.join(OPTIONS)}"
+        )
     folder = options.get("cache_dir")
     if folder is None:
         return None
-    if not isinstance(folder, str):
+    if not isinstance(folder, str) or not folder:
         raise ConfigError(f"[options.pycuda] cache_dir is {folder!r}; it must be a path")
-    return Path(folder).expanduser()
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"[options.pycuda] cache_dir is {folder!r}, and there is no such home folder; name "
+            "the folder in full"
+        ) from error
 
 
 class KernelCache:

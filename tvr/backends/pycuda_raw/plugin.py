@@ -28,7 +28,6 @@ from tvr.contract import (
     SiluMulSpec,
     why_not,
 )
-from tvr.errors import ConfigError
 from tvr.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -51,8 +50,6 @@ OP_MODULES = {
     "linear": "linear",
     "argmax": "argmax",
 }
-
-OPTIONS = ("cache_dir",)
 
 
 def backend_info(
@@ -114,12 +111,7 @@ class PycudaBackend:
 
     @hookimpl
     def tvr_configured(self, config: Mapping[str, Any]) -> None:
-        options = config["options"].get("pycuda", {})
-        if unknown := sorted(set(options) - set(OPTIONS)):
-            raise ConfigError(
-                f"[options.pycuda] has {', '.join(unknown)}; allowed: {', '.join(OPTIONS)}"
-            )
-        self._cache_dir = configured_cache_dir(options)
+        self._cache_dir = configured_cache_dir(config["options"].get("pycuda", {}))
 
     @hookimpl
     def tvr_probe(self, device: DeviceFacts) -> list[str]:
