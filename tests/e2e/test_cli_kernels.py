@@ -71,6 +71,15 @@ def test_every_failure_is_listed_and_the_rest_is_built(machine):
     assert "; 2 failed; " in done.stdout.splitlines()[-1]
 
 
+def test_what_fails_of_one_and_the_same_is_told_once(machine):
+    fake_nvcc(machine / "bin")
+    (machine / "cache").write_text("in the way")
+    done = run_here(*BUILD)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"tvr: error: \d\d kernels: compiled kernels cannot be kept in /.*; set ", line)
+
+
 SPILL = """case "$source" in *{source}.cu)
     cat "$source" > "$out"; cat '{log}'; exit ;; esac"""
 

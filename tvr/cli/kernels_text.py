@@ -79,12 +79,15 @@ class Report:
         typer.echo(self._summary())
 
     def _print_failures(self) -> None:
-        """Print a line for each, and each different log once, under the first it belongs to."""
+        """Print a line for each, one for those that failed of the same, and each log once."""
         from tvr.errors import CompileError
 
-        logs = set()
+        alike: dict[str, list[Outcome]] = {}
         for outcome in self.failed:
-            remark(f"error: {outcome.job}: {outcome.error}")
+            alike.setdefault(str(outcome.error), []).append(outcome)
+        logs = set()
+        for error, (outcome, *others) in alike.items():
+            remark(f"error: {f'{len(others) + 1} kernels' if others else outcome.job}: {error}")
             if isinstance(outcome.error, CompileError) and outcome.error.log not in logs:
                 logs.add(outcome.error.log)
                 print(outcome.error.log.rstrip(), file=sys.stderr)
