@@ -12,6 +12,8 @@ import pytest
 
 from support.cli import refused_here, run_here
 from support.engines import save_shape
+from support.fake_nvcc import fake_nvcc
+from tvr.backends.pycuda_raw import nvcc as nvcc_module
 from tvr.cli.env import without_paths
 
 
@@ -25,6 +27,17 @@ def test_env_says_versions_devices_compilers_and_backends():
     assert data["backend torch"].startswith("ok from tvr ")
     for folder in (Path.home(), Path.cwd(), sys.prefix):
         assert f"{folder}/" not in done.stdout
+
+
+def test_env_names_the_nvcc_that_the_backend_takes(tmp_path, monkeypatch):
+    fake_nvcc(tmp_path / "cuda" / "bin", version="12.9")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    assert json.loads(run_here("env", "--json").stdout)["compiler nvcc"].startswith("12.9 (")
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setattr(nvcc_module, "distributions", lambda **kwargs: [])
+    found = json.loads(run_here("env", "--json").stdout)["compiler nvcc"]
+    assert found.startswith("no usable nvcc: not on PATH; ")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ PACKAGES = (
     *("tvr", "torch", "numpy", "pluggy", "typer", "safetensors", "tokenizers", "jinja2", "rich"),
     *("gguf", "huggingface_hub", "transformers", "triton", "pycuda", "nvidia-cuda-nvcc"),
 )
-COMPILERS = ("nvcc", "cc", "c++")
+COMPILERS = ("cc", "c++")
 
 # An absolute path up to its last part; no URL.
 _FOLDERS = re.compile(r"""(?<![\w./:])(?:[A-Za-z]:)?(?:[\\/][^\\/\s:'"]+)+[\\/]""")
@@ -34,6 +34,7 @@ def env(*, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         **{f"package {name}": _version(name) for name in PACKAGES},
+        "compiler nvcc": _nvcc(),
         **{f"compiler {name}": _compiler(name) for name in COMPILERS},
         **_devices(),
         **_backends(),
@@ -53,8 +54,19 @@ def _version(name: str) -> str:
         return "not installed"
 
 
+def _nvcc() -> str:
+    """Return the version and build of the nvcc that the CUDA backend takes, or why none."""
+    from tvr.backends.pycuda_raw.nvcc import find_nvcc
+
+    try:
+        nvcc = find_nvcc()
+    except TvrError as error:
+        return without_paths(str(error))
+    return f"{nvcc.version[0]}.{nvcc.version[1]} ({nvcc.build.rpartition('Build ')[2]})"
+
+
 def _compiler(name: str) -> str:
-    """Return the last line of a compiler's version, which for nvcc is its build."""
+    """Return the first line of a compiler's version."""
     if shutil.which(name) is None:
         return "not found"
     try:
@@ -66,7 +78,7 @@ def _compiler(name: str) -> str:
     lines = [line for line in (done.stdout or done.stderr).splitlines() if line.strip()]
     if not lines:
         return f"says nothing, exit code {done.returncode}"
-    return lines[-1] if name == "nvcc" else lines[0]
+    return lines[0]
 
 
 def _devices() -> dict[str, str]:
