@@ -67,7 +67,11 @@ def bind_argmax(spec: ArgmaxSpec, gpu: Gpu) -> BoundOp:
         return most_blocks * (_PARTIAL_BYTES + _COUNTER_BYTES)
 
     def attach(tensor: Tensor) -> None:
-        """Take a zeroed workspace: counters start at 0, where every run leaves them again."""
+        """Take a zeroed workspace: counters start at 0, where every run leaves them again.
+
+        A launch that is refused counts nothing, and one that dies takes the context with it, so a
+        `plan` that clears them would cost each step a launch and mend nothing.
+        """
         ends = most_blocks * _PARTIAL_BYTES
         workspace["partials"] = tensor[:ends].view(torch.int64)
         workspace["counters"] = tensor[ends:].view(torch.int32)

@@ -30,7 +30,7 @@ _OPENING = Lock()  # two engines that start at once must get one and the same st
 
 
 def open_gpu(index: int, cache_dir: Path | None = None) -> CudaGpu:
-    """Return the process's one `CudaGpu` of a device, made at the first call."""
+    """Return the process's one `CudaGpu` of a device and a cache, made at the first call."""
     with _OPENING:
         return _open(index, cache_dir)
 

@@ -12,10 +12,10 @@ from tvr.errors import KernelError
 
 def why_unavailable(device: DeviceFacts) -> list[str]:
     """Return the reasons; empty: it can run on `device`."""
+    if not torch.cuda.is_available():
+        return [f"runs on CUDA devices, and torch {torch.__version__} sees none"]
     if device.type != "cuda":
         return [f"runs on CUDA devices; this one is {device}"]
-    if not torch.cuda.is_available():
-        return ["torch sees no CUDA device"]
     reasons: list[str] = []
     driver: tuple[int, int] | None = None
     try:
