@@ -17,7 +17,7 @@ from tvr.errors import ConfigError
 if TYPE_CHECKING:
     from tvr.backends.pycuda_raw.cache import KernelCache
 
-#: Built for where torch sees no GPU.
+#: Built for where torch sees no GPU that the kernels serve.
 USUAL_SMS = (80, 90, 120)
 
 app = typer.Typer()
@@ -131,7 +131,8 @@ def _sms(names: tuple[str, ...] | None) -> list[int]:
     from tvr.backends.pycuda_raw.variants import MIN_SM
 
     if names is None:
-        return _present_sms() or list(USUAL_SMS)
+        # An older GPU beside newer ones is served by another backend.
+        return [sm for sm in _present_sms() if sm >= MIN_SM] or list(USUAL_SMS)
     sms = []
     for name in names:
         match = re.fullmatch(r"sm_(\d{2,3})", name)

@@ -100,6 +100,7 @@ class CudaGpu:
                 f"{symbol} was compiled, and the driver of {self.name} refuses {cubin}: {error}; "
                 "is the driver older than nvcc, or the GPU another?"
             ) from error
+        # What PyCUDA's own prepared calls end in; they would pack the parameters once more.
         launch_on, stream = function._launch_kernel, self._stream
 
         def launch(grid: Dim3, block: Dim3, shared_bytes: int, packed: bytes) -> None:
