@@ -97,7 +97,7 @@ class _OnePass:
         self._shape = decode_shape(spec, gpu.max_shared_bytes)
         self._kernel = Kernel(
             gpu,
-            decode_variant("paged_attention", spec, gpu.max_shared_bytes),
+            decode_variant("paged_attention", spec, self._shape),
             one_pass_params(spec.dtype),
             block=self._shape.threads,
             shared_bytes=self._shape.shared_bytes,
@@ -147,7 +147,7 @@ class _Split:
         self._plan = Kernel(gpu, plan_variant(spec), PLAN_PARAMS, block=_PLAN_THREADS)
         self._split = Kernel(
             gpu,
-            decode_variant("fd_split", spec, gpu.max_shared_bytes),
+            decode_variant("fd_split", spec, shape),
             split_params(spec.dtype),
             block=shape.threads,
             shared_bytes=shape.shared_bytes,
@@ -156,7 +156,7 @@ class _Split:
         if self._rule.fixed:
             self._combine = Kernel(
                 gpu,
-                decode_variant("fd_combine", spec, gpu.max_shared_bytes),
+                decode_variant("fd_combine", spec, shape),
                 combine_params(spec.dtype),
                 block=shape.threads,
                 shared_bytes=shape.state_bytes,

@@ -103,9 +103,8 @@ def plan_variant(spec: AttentionDecodeSpec) -> KernelVariant:
     return KernelVariant(source="fd_plan", dtype=spec.dtype)
 
 
-def decode_variant(source: str, spec: AttentionDecodeSpec, max_shared_bytes: int) -> KernelVariant:
-    """Return `fd_split`, `fd_combine` or `paged_attention` for a spec."""
-    shape = decode_shape(spec, max_shared_bytes)
+def decode_variant(source: str, spec: AttentionDecodeSpec, shape: DecodeShape) -> KernelVariant:
+    """Return `fd_split`, `fd_combine` or `paged_attention` for a spec and its shape."""
     return KernelVariant(
         source=source,
         dtype=spec.dtype,

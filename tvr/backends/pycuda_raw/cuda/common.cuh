@@ -63,6 +63,24 @@ struct alignas(16) Pack {
   T values[SIZE];
 };
 
+template <typename T>
+struct alignas(4) Two {
+  T values[2];
+};
+
+// Two 16-bit numbers as tensor cores take them: in one register, the first in the low half.
+template <typename T>
+__device__ __forceinline__ uint32_t pack_two(T low, T high) {
+  static_assert(sizeof(T) == 2, "tensor cores take 16-bit numbers");
+  const Two<T> two = {{low, high}};
+  return *reinterpret_cast<const uint32_t*>(&two);
+}
+
+template <typename T = scalar_t>
+__device__ __forceinline__ uint32_t pack_floats(float low, float high) {
+  return pack_two(from_float<T>(low), from_float<T>(high));
+}
+
 // The sum over the warp, in every lane; the order of adding is always the same.
 __device__ __forceinline__ float warp_sum(float x) {
   for (int mask = WARP / 2; mask > 0; mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, mask);

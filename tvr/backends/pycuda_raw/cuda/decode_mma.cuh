@@ -16,17 +16,6 @@ constexpr int K_STEPS = HEAD_DIM / 16;  // steps of the first product, rows of t
 static_assert(HEAD_DIM % 16 == 0, "a tensor core takes 16 channels at a time");
 
 template <typename T>
-struct alignas(4) Two {
-  T values[2];
-};
-
-template <typename T>
-__device__ __forceinline__ uint32_t pack_two(T low, T high) {
-  const Two<T> two = {{low, high}};
-  return *reinterpret_cast<const uint32_t*>(&two);
-}
-
-template <typename T>
 struct WarpState {
   static constexpr int QUERY_BYTES = 0;  // queries stay in registers
 
@@ -88,8 +77,7 @@ struct WarpState {
       for (int half = 0; half < 2; ++half) {
         // Tokens were rows; the second product wants them as the dimension that is summed over.
         const float* row = scores[tile] + 2 * half;
-        weights[tile][half] = movmatrix_trans(
-            pack_two(from_float<T>(row[0]), from_float<T>(row[1])));
+        weights[tile][half] = movmatrix_trans(pack_floats<T>(row[0], row[1]));
       }
     }
     const unsigned char* v_slice = stage + SLICE_BYTES;

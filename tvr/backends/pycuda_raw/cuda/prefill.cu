@@ -51,16 +51,6 @@ struct Rows {
   float sum[ROW_TILES][2];   // of the weights in this lane's columns
 };
 
-__device__ __forceinline__ uint32_t pack_two(float low, float high) {
-  union {
-    scalar_t values[2];
-    uint32_t bits;
-  } pair;
-  pair.values[0] = from_float<scalar_t>(low);
-  pair.values[1] = from_float<scalar_t>(high);
-  return pair.bits;
-}
-
 // Where a tile of keys, K and then V, lies behind the queries: the two stages take turns.
 __device__ __forceinline__ int stage_offset(int first_key) {
   return first_key / TILE_KEYS % NUM_STAGES * 2 * TILE_BYTES;
@@ -229,7 +219,7 @@ __device__ __forceinline__ void add_values(Rows& rows,
         const float low = exp2_fast(fmaf(pair[0], scale_log2, -base[r][i % 2]));
         const float high = exp2_fast(fmaf(pair[1], scale_log2, -base[r][i % 2]));
         rows.sum[r][i % 2] += low + high;
-        a[r][i] = pack_two(low, high);
+        a[r][i] = pack_floats(low, high);
       }
     }
 #pragma unroll
@@ -364,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * WARP, BLOCKS_PER_SM) KE
       for (int n = 0; n < HEAD_DIM / 8; ++n) {
         const float* pair = &rows.out[r][n][2 * half];
         *reinterpret_cast<uint32_t*>(q_tile + chunk_offset(row, n) + lane % 4 * 4) =
-            pack_two(pair[0] * inverse, pair[1] * inverse);
+            pack_floats(pair[0] * inverse, pair[1] * inverse);
       }
       const int in_tile = warp * WARP_ROWS + row;
       if (lse != nullptr && lane % 4 == 0 && in_tile < work.num_rows) {

@@ -20,7 +20,6 @@
 #include "prefill_work.cuh"
 #include "wgmma.cuh"
 
-
 // Weights are 2^(score - base). The base is the row's largest score, or has been: it follows only
 // when that has grown by more, which costs a pass over the output and seldom happens. Weights up to
 // 2^8 are as exact as those up to 1, and their sum is far from fp32's end.
@@ -34,16 +33,6 @@ struct Rows {
   float sum[2];      // of the weights in this thread's columns
   int num_keys[2];   // that the row sees
 };
-
-__device__ __forceinline__ uint32_t pack_two(float low, float high) {
-  union {
-    scalar_t values[2];
-    uint32_t bits;
-  } pair;
-  pair.values[0] = from_float<scalar_t>(low);
-  pair.values[1] = from_float<scalar_t>(high);
-  return pair.bits;
-}
 
 // Starts S = Q K^T for the warpgroup's rows and a tile of keys.
 __device__ __forceinline__ void start_scores(float (&scores)[TILE_KEYS / 2],
@@ -124,7 +113,7 @@ __device__ __forceinline__ void round_weights(uint32_t (&weights)[TILE_KEYS / 16
                                               const float (&scores)[TILE_KEYS / 2]) {
 #pragma unroll
   for (int i = 0; i < TILE_KEYS / 4; ++i) {
-    weights[i / 4][i % 4] = pack_two(scores[2 * i], scores[2 * i + 1]);
+    weights[i / 4][i % 4] = pack_floats(scores[2 * i], scores[2 * i + 1]);
   }
 }
 
@@ -205,7 +194,7 @@ __device__ __forceinline__ void write_rows(unsigned char* q_tile, const Rows& ro
     for (int i = 0; i < CHUNKS; ++i) {
       const float* pair = &rows.out[4 * i + 2 * half];
       *reinterpret_cast<uint32_t*>(q_tile + panel_offset(TILE_ROWS, row, i) + lane % 4 * 4) =
-          pack_two(pair[0] * inverse, pair[1] * inverse);
+          pack_floats(pair[0] * inverse, pair[1] * inverse);
     }
     if (lse != nullptr && lane % 4 == 0 && row < work.num_rows) {
       // log2f(0) is -inf, and so is the base of a row without keys.
