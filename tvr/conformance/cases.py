@@ -152,7 +152,7 @@ _BATCHES = {
     "batch-64": tuple(1 + 7 * s % 130 for s in range(64)),
     "batch-256": tuple(5 * s % 37 for s in range(256)),
 }
-_KV_DTYPES = ("float16", "bfloat16")  # of a cache below fp32
+_HALF_DTYPES = ("float16", "bfloat16")
 
 
 @cache  # asked for at every check, and always the same
@@ -187,11 +187,10 @@ def _row_cases() -> Iterator[Case]:
                 )
                 detail = f"{rows}x{n_in}x{n_out}" + "-bias" * bias
                 yield _case(linear, detail, level=level, num_tokens=rows)
-        wide = LinearSpec(
-            dtype=dtype, in_features=72, out_features=40, bias=True, max_rows=8, out_dtype="float32"
-        )
-        if level == "smoke" and wide.out_dtype is not None:
-            yield _case(wide, "3x72x40-to-float32", level=level, num_tokens=3)
+    for dtype in _HALF_DTYPES:
+        sizes: dict[str, Any] = {"in_features": 72, "out_features": 40, "max_rows": 8}
+        wide = LinearSpec(dtype=dtype, **sizes, bias=True, out_dtype="float32")
+        yield _case(wide, "3x72x40-to-float32", num_tokens=3)
 
 
 def _token_cases() -> Iterator[Case]:
@@ -210,7 +209,7 @@ def _token_cases() -> Iterator[Case]:
             if kv_heads == 1 and level != "smoke":
                 both = RopeKvWriteSpec(dtype=dtype, num_heads=2, **shape)
                 yield _case(both, detail, level=level, num_tokens=tokens)
-    for kv_dtype in _KV_DTYPES:
+    for kv_dtype in _HALF_DTYPES:
         shape = {"num_kv_heads": 2, "head_dim": 64, "block_size": 16, "kv_dtype": kv_dtype}
         narrow = KvWriteSpec(dtype="float32", **shape)
         yield _case(narrow, f"5x2x64-into-{kv_dtype}", num_tokens=5)
@@ -236,7 +235,7 @@ def _attention_cases() -> Iterator[Case]:
             yield from _both(shape, f"one-block-of-{level}", level, (q_len,), (kv_len,))
         fields = dict(_FIELDS.get(level, {}))
         if dtype == "float32" and level == "smoke":
-            fields |= {f"{kv_dtype}-cache": {"kv_dtype": kv_dtype} for kv_dtype in _KV_DTYPES}
+            fields |= {f"{kv_dtype}-cache": {"kv_dtype": kv_dtype} for kv_dtype in _HALF_DTYPES}
         for detail, values in fields.items():
             shape = _shape(dtype, 6, 2, 64, 16) | values
             yield _decode(shape, detail, level, (33, 0, 16, 5, 6, 10))

@@ -12,7 +12,8 @@ from tvr.conformance.inputs import make_call
 from tvr.conformance.judge import same_bits, small_frobenius_in_rows, within, within_ulps
 from tvr.conformance.ledger import Check
 from tvr.conformance.subject import Call
-from tvr.contract import LinearSpec, OpSpec
+from tvr.conformance.tensors import dtype_name
+from tvr.contract import LinearSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +42,7 @@ def check_strided_rows_are_multiplied_right(backend: Subject, case: Case) -> Non
 def check_bias_is_added_before_rounding(backend: Subject, case: Case) -> None:
     """A product that the dtype cannot hold loses its last bit after the bias, not before."""
     call = make_call(case, backend.torch_device)
-    step_of_two = 2 / tolerance.EPS[_out_dtype(case.spec)]  # from here on odd numbers are rounded
+    step_of_two = 2 / tolerance.EPS[dtype_name(call["out"])]  # from here on odd numbers are rounded
     call["x"].zero_()[:, :2] = 1.0
     call["weight"].zero_()[:, :2] = torch.tensor([step_of_two, 1.0])
     call["bias"].fill_(-step_of_two)
@@ -133,21 +134,14 @@ def _judge_linear(call: Call) -> None:
     wanted, found = oracle.linear(x, weight, bias), call["out"].cpu()
     terms = x.abs().float() @ weight.abs().float().t()  # each element's, summed
     slack = tolerance.LINEAR_SLACK * terms.double()
-    dtype = _out_dtype(call.spec)
+    dtype = dtype_name(found)
     limit = tolerance.frobenius_limit(dtype, x.shape[1])
     slack_of_rows = torch.linalg.vector_norm(slack, dim=-1)
     small_frobenius_in_rows("out", found, wanted, limit, slack_of_rows)
-    x, weight = x.to(found.dtype), weight.to(found.dtype)
-    bias = None if bias is None else bias.to(found.dtype)
-    plain = torch.nn.functional.linear(x, weight, bias).double()
+    plain = oracle.low_precision_linear(x, weight, bias, found.dtype).double()
     error = (plain - wanted).abs().max().item()
     largest = tolerance.max_error_limit(dtype, error, wanted.abs().max().item())
     within("out", found, wanted, largest + slack, f"must be within {largest:.3g} and a little")
-
-
-def _out_dtype(spec: OpSpec) -> str:
-    assert isinstance(spec, LinearSpec)
-    return spec.out_dtype or spec.dtype
 
 
 def _judge_argmax(call: Call) -> None:
@@ -158,7 +152,8 @@ def _judge_argmax(call: Call) -> None:
 def _has_bias_to_round(case: Case) -> bool:
     spec = case.spec
     assert isinstance(spec, LinearSpec)
-    return spec.bias and _out_dtype(spec) != "float32" and spec.in_features > 1
+    is_rounded = (spec.out_dtype or spec.dtype) != "float32"
+    return spec.bias and is_rounded and spec.in_features > 1
 
 
 def _has_several_terms(case: Case) -> bool:

@@ -70,9 +70,8 @@ def make_call(case: Case, device: torch.device) -> Call:
             args = {"x": 3 * normal(rows, 2 * n), "out": empty(rows, n)}
         case LinearSpec(in_features=n_in, out_features=n_out, bias=bias, out_dtype=out_dtype):
             args = {"x": normal(rows, n_in), "weight": normal(n_out, n_in)}
-            out = empty(rows, n_out)
             args["bias"] = normal(n_out) if bias else None
-            args["out"] = out.to(getattr(torch, out_dtype)) if out_dtype else out
+            args["out"] = empty(rows, n_out).to(torch_dtype(out_dtype or case.spec.dtype))
         case ArgmaxSpec(vocab_size=n):
             args = {"logits": normal(rows, n), "out": torch.full((rows,), -7, device=device)}
         case _:

@@ -63,6 +63,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product + bias.double()
 
 
+def low_precision_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return `linear` as a plain program computes it whose result is of `dtype`, as a yardstick."""
+    bias = None if bias is None else bias.to(dtype)
+    return torch.nn.functional.linear(x.to(dtype), weight.to(dtype), bias)
+
+
 def argmax(logits: Tensor) -> list[int]:
     """Return each row's lowest id of the largest logit; -1 for a row with a NaN."""
     return [

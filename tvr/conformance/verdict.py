@@ -25,7 +25,7 @@ from tvr.conformance.fault import (
     first_part_off,
     same_bits,
 )
-from tvr.conformance.tensors import torch_dtype
+from tvr.conformance.tensors import dtype_name, torch_dtype
 from tvr.contract import AttentionSpec
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _argmax(t: Comparison) -> Fault | None:
 def _linear(t: Comparison) -> Fault | None:
     x, weight, bias = t.call["x"], t.call["weight"], t.call["bias"]
     found, reference = t.found["out"], t.reference["out"]
-    dtype = str(found.dtype).removeprefix("torch.")  # the spec's out_dtype, if it has one
+    dtype = dtype_name(found)  # the spec's out_dtype, if it has one
     in_all = tolerance.frobenius_limit(dtype, x.shape[1])
 
     def judge(wanted: Tensor, plain: Tensor) -> Fault | None:
@@ -159,9 +159,7 @@ def _linear(t: Comparison) -> Fault | None:
     wanted = torch.cat(products, dim=1)
     if bias is not None:
         wanted += bias.double()
-    x, weight = x.to(found.dtype), weight.to(found.dtype)
-    bias = None if bias is None else bias.to(found.dtype)
-    return judge(wanted, torch.nn.functional.linear(x, weight, bias))
+    return judge(wanted, oracle.low_precision_linear(x, weight, bias, found.dtype))
 
 
 def _attention(t: Comparison) -> Fault | None:
