@@ -71,7 +71,6 @@ def _clocks(gpu: str, work: Callable[[], object]) -> dict[str, object]:
         "memory_clock_mhz": "clocks.mem",
     }
     command = ["nvidia-smi", f"--id={gpu}", f"--query-gpu={','.join(fields.values())}"]
-    values: list[int] = []
     try:
         asked = subprocess.Popen(
             [*command, "--format=csv,noheader,nounits"],
@@ -84,8 +83,6 @@ def _clocks(gpu: str, work: Callable[[], object]) -> dict[str, object]:
             work()
         asked.kill()  # nothing, unless it hangs
         values = [int(value) for value in asked.communicate()[0].split(",")]
-    except (OSError, ValueError):  # there is no nvidia-smi, or it does not know
-        pass
-    if len(values) != len(fields):
+        return dict(zip(fields, values, strict=True))
+    except (OSError, ValueError):  # there is no nvidia-smi, or it does not know all of them
         return dict.fromkeys(fields)
-    return dict(zip(fields, values, strict=True))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tvr import contract
+from tvr.cli.output import columns
 
 if TYPE_CHECKING:
     from tvr.contract import OpSpec
@@ -121,10 +122,8 @@ def _print_backends(data: dict[str, Any]) -> None:
     for b in data["backends"]:
         origin = f"{b['distribution']} {b['version']}" if b["distribution"] else "-"
         rows.append((b["name"], b["status"], origin, ", ".join(b["ops"]) or "-"))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    for *cells, ops in rows:
-        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        typer.echo("  ".join([*padded, ops]))
+    for line in columns(rows):
+        typer.echo(line)
     for b in data["backends"]:
         for reason in [*b["reasons"], *b["notes"]]:
             typer.echo(f"{b['name']}: {reason}")

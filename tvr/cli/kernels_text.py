@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tvr.cli.output import remark
+from tvr.cli.output import columns, remark
 from tvr.cli.progress import suite_bar
 
 if TYPE_CHECKING:
@@ -115,15 +115,7 @@ def kernel_table(cache: KernelCache, now: float) -> list[str]:
     rows: list[tuple[str, ...]]
     rows = [("kernel", "arch", "registers", "shared", "spills", "size", "age", "constants")]
     rows += [_row(kernel, now) for kernel in kernels]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    padded = (
-        "  ".join(
-            cell.rjust(width) if 2 <= i < 7 else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return [*(line.rstrip() for line in padded), total]
+    return [*columns(rows, right=range(2, 7)), total]
 
 
 def _row(kernel: CompiledKernel, now: float) -> tuple[str, ...]:

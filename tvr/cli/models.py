@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from tvr.cli.output import columns
 from tvr.errors import ConfigError, TvrError
 
 if TYPE_CHECKING:
@@ -39,9 +40,8 @@ def models(
         typer.echo(json.dumps([row._asdict() for row in found], indent=2))
         return
     rows = [("model", "found in", "what it is"), *(row[:3] for row in found)]
-    widths = [max(len(row[i]) for row in rows) for i in range(2)]
-    for name, source, detail in rows:
-        typer.echo(f"{name:<{widths[0]}}  {source:<{widths[1]}}  {detail}")
+    for line in columns(rows):
+        typer.echo(line)
 
 
 def find_models(folder: Path) -> list[Found]:

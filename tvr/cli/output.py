@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 from tvr.errors import ConfigError
@@ -12,6 +12,21 @@ from tvr.errors import ConfigError
 def remark(message: str) -> None:
     """Print one line on stderr."""
     print(f"tvr: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def columns(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> list[str]:
+    """Return a line for each row, cells of a column under each other; those of `right` end alike.
+
+    All rows have as many cells.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def text_writer() -> Callable[[str], None]:
