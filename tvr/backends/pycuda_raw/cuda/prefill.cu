@@ -34,11 +34,6 @@ constexpr int SLICES = TILE_KEYS / SLICE;
 constexpr int TILE_BYTES = TILE_KEYS * ROW_BYTES;  // of K or V
 constexpr int NUM_STAGES = 2;
 
-// Weights are 2^(score - base). The base is the row's largest score, or has been: it follows only
-// when that has grown by more, which costs a pass over the output and seldom happens. Weights up to
-// 2^8 are as exact as those up to 1, and their sum is far from fp32's end.
-constexpr float SLACK = 8.0f;
-
 static_assert(ROW_TILES == 1 || ROW_TILES == 2, "more rows do not fit in the registers");
 static_assert(TILE_KEYS == 32 || TILE_KEYS == 64, "");
 static_assert(NUM_WARPS % SLICES == 0, "a warp copies one slice of K, of V or of both");

@@ -20,11 +20,6 @@
 #include "prefill_work.cuh"
 #include "wgmma.cuh"
 
-// Weights are 2^(score - base). The base is the row's largest score, or has been: it follows only
-// when that has grown by more, which costs a pass over the output and seldom happens. Weights up to
-// 2^8 are as exact as those up to 1, and their sum is far from fp32's end.
-constexpr float SLACK = 8.0f;
-
 // What a thread has of its warpgroup's 64 rows, spread as wgmma spreads d: rows lane / 4 and 8
 // more (`half` 0 and 1) of its warp's 16, and two neighbouring columns of every eight.
 struct Rows {

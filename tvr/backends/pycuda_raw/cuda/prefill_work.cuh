@@ -7,6 +7,12 @@
 
 #include "common.cuh"
 
+// How the tensor-core kernels keep weights in range: these are 2^(score - base). The base is the
+// row's largest score, or has been: it follows only when that has grown by more than SLACK, which
+// costs a pass over the output and seldom happens. Weights up to 2^8 are as exact as those up to 1,
+// and their sum is far from fp32's end.
+constexpr float SLACK = 8.0f;
+
 // What a step's sequences are, as the kernels are given them.
 struct Steps {
   const int* block_table;   // [num_seqs, table_stride]
