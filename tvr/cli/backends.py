@@ -46,12 +46,19 @@ def backends(
     from tvr.core.engine_config import EngineConfig
     from tvr.core.loader import device_facts, load_backends
     from tvr.core.plugin_config import find_config
+    from tvr.errors import BackendUnavailable
 
     config = EngineConfig(backend=backend, strict=strict, dtype=dtype, device=device)
-    facts = device_facts(config.device)
+    missing: list[str] = []
+    try:
+        facts = device_facts(config.device)
+    except BackendUnavailable as error:
+        # Not the end here: which other things does a backend lack for it?
+        facts, missing = contract.DeviceFacts(type="cuda"), [str(error)]
     with redirect_stdout(sys.stderr):  # what a plugin prints is no JSON
         manager, table = load_backends(config, facts, find_config(plugins, os.environ))
         data = manager.explain(table.backend)
+        data["notes"] += missing
         if explain:
             data["ops"] = table.explain_ops(_specs(model, config, facts.type))
     if as_json:

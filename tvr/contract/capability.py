@@ -27,7 +27,8 @@ class DeviceFacts:
 
     Attributes:
         type: "cpu" or "cuda".
-        index: device index; None on CPU.
+        index: device index; None on CPU, and where `tvr backends` asks about a GPU that is not
+            there.
         sm: compute capability as major * 10 + minor (90 on an H200); None on CPU.
         name: marketing name.
     """

@@ -1,4 +1,4 @@
-"""Why the CUDA backend cannot run on a machine: no PyCUDA, no nvcc, too old a driver."""
+"""Why the CUDA backend cannot run on a machine: no GPU, PyCUDA or nvcc, too old a driver."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from tvr.errors import KernelError
 
 
 def why_unavailable(device: DeviceFacts) -> list[str]:
-    """Return the reasons; empty: it can run on `device`."""
-    if not torch.cuda.is_available():
-        return [f"runs on CUDA devices, and torch {torch.__version__} sees none"]
+    """Return all that is missing; empty: it can run on `device`.
+
+    Where another device was chosen, that is the one reason.
+    """
+    torch_sees_one = torch.cuda.is_available()
+    no_device = f"runs on CUDA devices, and torch {torch.__version__} sees none"
     if device.type != "cuda":
-        return [f"runs on CUDA devices; this one is {device}"]
-    reasons: list[str] = []
+        return [f"runs on CUDA devices; this one is {device}" if torch_sees_one else no_device]
+    reasons = [] if torch_sees_one else [no_device]
     driver: tuple[int, int] | None = None
     try:
         import pycuda.driver as cuda
