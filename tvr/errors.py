@@ -62,13 +62,15 @@ class CompileError(KernelError):
     """A kernel source did not compile.
 
     Attributes:
+        found: what is wrong, whichever kernel was compiled: file, line, the compiler's words.
         source: name of the source file.
         command: the compiler's command line.
         log: what the compiler printed.
     """
 
-    def __init__(self, message: str, *, source: str, command: str, log: str) -> None:
-        super().__init__(message)
+    def __init__(self, found: str, *, kernel: str, source: str, command: str, log: str) -> None:
+        super().__init__(f"{found}; {kernel} from {source} was compiled by: {command}")
+        self.found = found
         self.source = source
         self.command = command
         self.log = log

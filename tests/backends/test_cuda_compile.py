@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -240,9 +241,11 @@ def test_an_error_names_file_line_and_command(tmp_path, sources):
     printed = f'{sources}/rows.cuh(41): error: identifier "zz" is undefined'
     nvcc = fake_nvcc(tmp_path / "bin", body=f"echo '{printed}'; exit 2")
     error = failure(nvcc, sources)
-    assert str(error).startswith('rows.cuh:41: error: identifier "zz" is undefined; compiled by: ')
+    assert error.found == 'rows.cuh:41: error: identifier "zz" is undefined'
+    assert str(error).startswith(
+        f"{error.found}; scale_fp32 sm_90 from scale.cu was compiled by: {nvcc} -cubin "
+    )
     assert error.command == str(error).partition("compiled by: ")[2]
-    assert error.command.startswith(f"{nvcc} -cubin ")
     assert error.command.endswith(f"{sources}/scale.cu -o scale_fp32.cubin")
     assert error.log == f"{printed}\n"
     assert error.source == "scale.cu"
@@ -251,14 +254,16 @@ def test_an_error_names_file_line_and_command(tmp_path, sources):
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("kill -9 $$", "scale.cu: nvcc was ended by signal 9 (Killed)"),
-        ("exit 3", "scale.cu: nvcc ended with exit code 3 and no error"),
-        ("exit 0", "scale.cu: nvcc ended well, but left no cubin"),
+        ("kill -9 $$", "nvcc was ended by signal 9 (Killed)"),
+        ("exit 3", "nvcc ended with exit code 3 and no error"),
+        ("exit 0", "nvcc ended well, but left no cubin"),
         ("echo 'nvcc error   : cicc died due to signal 9'; exit 9", "nvcc error : cicc died"),
     ],
 )
 def test_a_compiler_that_ends_without_a_result_says_how(body, expected, tmp_path, sources):
-    assert str(failure(fake_nvcc(tmp_path / "bin", body=body), sources)).startswith(expected)
+    error = str(failure(fake_nvcc(tmp_path / "bin", body=body), sources))
+    assert error.startswith(expected)
+    assert "; scale_fp32 sm_90 from scale.cu was compiled by: " in error
 
 
 def test_a_kernel_without_known_resources_is_refused(tmp_path, sources):
@@ -269,7 +274,15 @@ def test_a_kernel_without_known_resources_is_refused(tmp_path, sources):
 def test_a_compiler_that_hangs_is_ended(tmp_path, sources):
     nvcc = fake_nvcc(tmp_path / "bin", body="sleep 300 & wait")
     error = failure(nvcc, sources, timeout_s=0.3)
-    assert str(error).startswith("scale.cu: nvcc gave no answer in 0 s; compiled by: ")
+    assert error.found == "nvcc gave no answer in 0 s"
+
+
+@pytest.mark.parametrize("variable", ["NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS"])
+def test_a_failure_tells_of_flags_in_the_environment(variable, tmp_path, sources, monkeypatch):
+    monkeypatch.setenv(variable, "--nonsense")
+    nvcc = fake_nvcc(tmp_path / "bin", body="echo 'nvcc fatal   : Unknown option'; exit 1")
+    error = failure(nvcc, sources)
+    assert error.found == f"nvcc fatal : Unknown option; {variable}=--nonsense is set"
 
 
 def test_an_architecture_that_the_compiler_does_not_know_is_refused(tmp_path, sources):
@@ -326,15 +339,40 @@ def test_clean_removes_its_own_files_and_no_other(tmp_path, sources):
     strange = [folder / "notes.txt", folder / "mine.cubin", folder / "scale-sm_90-12.json"]
     for file in strange:
         file.write_text("mine")
-    left, busy = folder / ".compiling-old", folder / ".compiling-new"
-    for scratch in (left, busy):
-        scratch.mkdir()
-        (scratch / "x.ptx").write_text("12345")
-    os.utime(left, (0, 0))
-    expected = kernel.cubin.stat().st_size + kernel.cubin.with_suffix(".json").stat().st_size + 5
+    expected = kernel.cubin.stat().st_size + kernel.cubin.with_suffix(".json").stat().st_size
     assert KernelCache(folder).clean() == (1, expected)
-    assert set(folder.iterdir()) == {*strange, busy}
+    assert set(folder.iterdir()) == set(strange)
     assert KernelCache(folder).clean() == (0, 0)
+
+
+@pytest.mark.parametrize("by", ["clean", "the next compilation"])
+def test_what_a_killed_compiler_left_is_removed_and_what_a_running_one_uses_is_not(
+    by, tmp_path, sources
+):
+    nvcc = fake_nvcc(
+        tmp_path / "a", body=f"echo half > $out; echo $$ >> '{tmp_path}/pids'; exec sleep 300"
+    )
+    killed, running = start(nvcc, sources), start(nvcc, sources)
+    cache, pids = tmp_path / "cache", tmp_path / "pids"
+    try:
+        wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        killed.kill()
+        killed.communicate()
+        assert len(cached_names(cache)) == 2
+        if by == "clean":
+            # The lock, which is empty, and the half of a cubin.
+            assert KernelCache(cache).clean() == (0, 5)
+        else:
+            compiler(fake_nvcc(tmp_path / "b"), sources).compile(SCALE, 90)
+        (kept,) = cache.glob(".compiling-*")
+        assert len(list(kept.iterdir())) == 2
+    finally:
+        running.send_signal(signal.SIGINT)
+        running.communicate()
+        for pid in map(int, pids.read_text().split()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    assert list(cache.glob(".compiling-*")) == []
 
 
 def test_clean_of_an_empty_cache_takes_the_folder_too(tmp_path, sources):

@@ -10,9 +10,16 @@ from pathlib import Path
 import pytest
 
 from support.fake_nvcc import fake_nvcc, ptxas_log
+from tvr.backends.pycuda_raw import nvcc as nvcc_module
 from tvr.backends.pycuda_raw.compile import Compiler
 from tvr.backends.pycuda_raw.nvcc import find_nvcc
-from tvr.backends.pycuda_raw.nvcc_log import Resources, first_error, read_resources, read_warnings
+from tvr.backends.pycuda_raw.nvcc_log import (
+    Resources,
+    first_error,
+    read_messages,
+    read_resources,
+    read_warnings,
+)
 from tvr.backends.pycuda_raw.variants import KernelVariant
 from tvr.errors import CompileError, KernelError
 
@@ -75,13 +82,15 @@ def test_an_old_or_broken_nvcc_is_passed_over(tmp_path):
     old = fake_nvcc(tmp_path / "old", version="11.8")
     broken = tmp_path / "home" / "bin" / "nvcc"
     broken.parent.mkdir(parents=True)
-    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.write_text("#!/bin/sh\necho no licence >&2\nexit 1\n")
     broken.chmod(0o755)
     environ = {"PATH": str(old.parent), "CUDA_HOME": str(tmp_path / "home")}
     with pytest.raises(KernelError) as caught:
         find_nvcc(environ, [])
     assert f"on PATH {old} is 11.8, older than 12.0" in str(caught.value)
-    assert f"{broken} does not run" in str(caught.value)
+    assert f"{broken} does not run: --version ends with exit code 1 and says no licence" in str(
+        caught.value
+    )
     good = wheel(tmp_path / "site")
     assert find_nvcc(environ, [str(tmp_path / "site")]).path == good
 
@@ -164,6 +173,22 @@ def test_warnings_are_read_once_each():
     )
 
 
+def test_equal_complaints_have_equal_first_lines_and_the_rest_is_left_out():
+    log = (
+        "In file included from /src/a.cu:1:\n"
+        "/src/b.cuh(2): error: odd\n  text;\n      ^\n"
+        "          detected during instantiation at line 2 of /src/a.cu\n\n"
+        "gcc: no such file\n"
+        "ptxas fatal   : Ptx assembly aborted due to errors\n"
+        '1 error detected in the compilation of "/src/a.cu".\n' + ptxas_log()
+    )
+    (first, message), other = read_messages(log)
+    assert first == "/src/b.cuh(2): error: odd"
+    assert message.splitlines()[1:3] == ["  text;", "      ^"]
+    assert message.endswith("line 2 of /src/a.cu")
+    assert other == ("gcc: no such file", "gcc: no such file")
+
+
 @pytest.fixture(scope="module")
 def real_nvcc():
     try:
@@ -211,6 +236,51 @@ def test_the_real_compilers_error_is_one_line_and_its_command_repeats_it(real_nv
     assert again.returncode != 0
     assert 'identifier "b" is undefined' in again.stdout + again.stderr
     assert re.search(r"crowd\.cu\(5\)", caught.value.log)
+
+
+def real_failure(real_nvcc, folder: Path, source: str) -> CompileError:
+    (folder / "crowd.cu").write_text(source)
+    with pytest.raises(CompileError) as caught:
+        Compiler(real_nvcc, folder / "cache", folder).compile(CROWD, 90)
+    return caught.value
+
+
+def test_what_the_assembler_refuses_is_placed_where_it_was_written(real_nvcc, tmp_path):
+    (tmp_path / "odd.cuh").write_text(
+        "__device__ inline float odd(float x) {\n"
+        """  asm("madd.bar %0, %0;" : "+f"(x));\n"""
+        "  return x;\n}\n"
+    )
+    source = '#include "odd.cuh"\n' + SPILLING.replace("a[i] * ", "odd(a[i]) * ")
+    error = real_failure(real_nvcc, tmp_path, source)
+    assert error.found.startswith("odd.cuh:2: error: ptxas: ")
+    assert "madd.bar %f, %f;`" in error.found  # whatever the registers' numbers
+    assert str(error).startswith(f"{error.found}; crowd_fp32 sm_90 from crowd.cu was compiled by: ")
+    assert "cache" not in error.log
+
+
+@pytest.mark.parametrize(
+    "declared",
+    ["__global__ void __launch_bounds__(1024) crowd_fp32", "__device__ void crowd_fp32"],
+)
+def test_a_source_without_the_kernel_it_is_named_after_is_refused(declared, real_nvcc, tmp_path):
+    usual = 'extern "C" __global__ void __launch_bounds__(1024) crowd_fp32'
+    assert usual in SPILLING
+    error = real_failure(real_nvcc, tmp_path, SPILLING.replace(usual, declared))
+    assert error.found == (
+        'crowd.cu compiles, but `ptxas -v` tells of no kernel extern "C" KERNEL_NAME(crowd), '
+        "which is the one that is loaded"
+    )
+
+
+def test_a_wrong_flag_in_the_environment_hides_no_compiler(real_nvcc, tmp_path, monkeypatch):
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "--nonsense")
+    nvcc_module._ask.cache_clear()
+    assert find_nvcc() == real_nvcc
+    error = real_failure(real_nvcc, tmp_path, SPILLING)
+    assert error.found == (
+        "nvcc fatal : Unknown option '--nonsense'; NVCC_APPEND_FLAGS=--nonsense is set"
+    )
 
 
 def test_nvccs_temporary_files_go_with_it(real_nvcc, tmp_path, monkeypatch):

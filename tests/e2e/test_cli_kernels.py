@@ -12,6 +12,7 @@ import pytest
 from support.cli import refused_here, run_here
 from support.fake_nvcc import fake_nvcc, ptxas_log, runs
 from tvr.backends.pycuda_raw import nvcc as nvcc_module
+from tvr.backends.pycuda_raw.compile import SOURCE_DIR
 from tvr.cli.app import app, run_app
 
 BUILD = ("kernels", "build", "--arch", "sm_80", "--dtype", "bfloat16", "--head-dim", "64")
@@ -64,8 +65,8 @@ def test_every_failure_is_listed_and_the_rest_is_built(machine):
     failed = [line for line in done.stderr.splitlines() if line.startswith("tvr: error: ")]
     assert len(failed) == 2
     for name in ("rms_norm", "add_rms_norm"):
-        (line,) = (line for line in failed if f" {name}_bf16 sm_80: " in line)
-        assert f"{name}.cu:7: error: no such luck; compiled by: {machine}/bin/nvcc -cubin" in line
+        (line,) = (line for line in failed if f" {name}.cu:7: error: no such luck; " in line)
+        assert f" {name}_bf16 sm_80 from {name}.cu was compiled by: {machine}/bin/nvcc " in line
     assert done.stderr.count("(7): error: no such luck") == 2  # the logs
     assert len(cached(machine)) == len(runs(nvcc)) - 2
     assert "; 2 failed; " in done.stdout.splitlines()[-1]
@@ -80,8 +81,25 @@ def test_what_fails_of_one_and_the_same_is_told_once(machine):
     assert re.match(r"tvr: error: \d\d kernels: compiled kernels cannot be kept in /.*; set ", line)
 
 
+def test_a_mistake_in_a_header_is_told_once_and_one_of_a_kernel_beside_it(machine):
+    header = SOURCE_DIR / "common.cuh"
+    fails = f"""echo "{header}(3): error: odd"; echo "  excerpt"
+        case "$source" in *rope.cu) echo "$source(7): error: no such luck" ;; esac
+        echo "1 error detected in the compilation of \\"$source\\"."; exit 2"""
+    nvcc = fake_nvcc(machine / "bin", body=fails)
+    done = run_here(*BUILD)
+    assert done.returncode == 1
+    headline, *told = done.stderr.splitlines()
+    assert headline.startswith(f"tvr: error: {len(runs(nvcc))} kernels: common.cuh:3: error: odd; ")
+    assert told == [
+        f"{header}(3): error: odd",
+        "  excerpt",
+        f"{SOURCE_DIR}/rope.cu(7): error: no such luck",
+    ]
+
+
 SPILL = """case "$source" in *{source}.cu)
-    cat "$source" > "$out"; cat '{log}'; exit ;; esac"""
+    cat "$source" > "$out"; tell '{log}'; exit ;; esac"""
 
 
 @pytest.mark.parametrize(("source", "is_decode"), [("fd_split", True), ("rope", False)])
@@ -168,6 +186,8 @@ def test_without_a_compiler_it_says_where_it_looked(machine, monkeypatch):
     [
         (("--arch", "sm_9x"), "--arch 'sm_9x' is no architecture as in sm_90"),
         (("--arch", "sm_80,90"), "--arch '90' is no architecture"),
+        (("--arch", "sm_90a"), "--arch sm_90a: write sm_90, the GPU; kernels that need sm_90a are"),
+        (("--arch", "sm_100f"), "--arch sm_100f: write sm_100, the GPU"),
         (("--arch", "sm_75"), "the kernels need sm_80 or newer"),
         (("--arch", "sm_86"), "does not compile for sm_86; it does for sm_80, sm_90, sm_120"),
         (("--dtype", "bf16"), "--dtype 'bf16' is not known; known: float32, float16, bfloat16"),

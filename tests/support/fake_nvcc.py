@@ -7,8 +7,8 @@ from pathlib import Path
 
 LOG = """\
 ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function 'k' for 'sm_90'
-ptxas info    : Function properties for k
+ptxas info    : Compiling entry function 'KERNEL' for 'sm_90'
+ptxas info    : Function properties for KERNEL
     {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
 ptxas info    : Used {registers} registers, used 1 barriers, 512 bytes smem
 """
@@ -23,8 +23,9 @@ def fake_nvcc(folder: Path, *, version="13.0", body="", log: str | None = None) 
 
     Args:
         body: shell commands that run before the result is written. `$args` are all arguments,
-            `$out` the file asked for, `$source` the source.
-        log: printed by a compiler that succeeds.
+            `$out` the file asked for, `$source` the source, `$kernel` the kernel's name; `tell`
+            prints a file as the log.
+        log: printed by a compiler that succeeds, with `$kernel` where it has KERNEL.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "log").write_text(ptxas_log() if log is None else log)
@@ -39,9 +40,11 @@ def fake_nvcc(folder: Path, *, version="13.0", body="", log: str | None = None) 
             case "$1" in -o) out=$2 ;; *.cu) source=$1 ;; esac
             shift
         done
+        kernel=$(basename "$out"); kernel=${{kernel%%-*}}
+        tell() {{ sed "s/KERNEL/$kernel/" "$1"; }}
         echo "$args" >> '{folder}/runs'
         {textwrap.indent(body, " " * 8).strip()}
-        cat "$source" > "$out" && cat '{folder}/log'
+        cat "$source" > "$out" && tell '{folder}/log'
         """
     path = folder / "nvcc"
     path.write_text(textwrap.dedent(script))

@@ -135,9 +135,14 @@ def _sms(names: tuple[str, ...] | None) -> list[int]:
         return [sm for sm in _present_sms() if sm >= MIN_SM] or list(USUAL_SMS)
     sms = []
     for name in names:
-        match = re.fullmatch(r"sm_(\d{2,3})", name)
+        match = re.fullmatch(r"sm_(\d{2,3})([af]?)", name)
         if match is None:
             raise ConfigError(f"--arch {name!r} is no architecture as in sm_90 or sm_80,sm_90")
+        if match[2]:
+            raise ConfigError(
+                f"--arch {name}: write sm_{match[1]}, the GPU; kernels that need sm_{match[1]}a "
+                "are compiled for it without being told"
+            )
         sms.append(int(match[1]))
         if sms[-1] < MIN_SM:
             raise ConfigError(f"--arch {name}: the kernels need sm_{MIN_SM} or newer")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import typer
@@ -79,18 +80,24 @@ class Report:
         typer.echo(self._summary())
 
     def _print_failures(self) -> None:
-        """Print a line for each, one for those that failed of the same, and each log once."""
+        """Print a line for all that failed of the same, and what the compiler said, once each."""
+        from tvr.backends.pycuda_raw.nvcc_log import read_messages
         from tvr.errors import CompileError
 
         alike: dict[str, list[Outcome]] = {}
         for outcome in self.failed:
-            alike.setdefault(str(outcome.error), []).append(outcome)
-        logs = set()
-        for error, (outcome, *others) in alike.items():
-            remark(f"error: {f'{len(others) + 1} kernels' if others else outcome.job}: {error}")
-            if isinstance(outcome.error, CompileError) and outcome.error.log not in logs:
-                logs.add(outcome.error.log)
-                print(outcome.error.log.rstrip(), file=sys.stderr)
+            error = outcome.error
+            found = error.found if isinstance(error, CompileError) else str(error)
+            alike.setdefault(found, []).append(outcome)
+        told = set()
+        for outcomes in alike.values():
+            count = f"{len(outcomes)} kernels: " if len(outcomes) > 1 else ""
+            remark(f"error: {count}{outcomes[0].error}")
+            logs = [o.error.log for o in outcomes if isinstance(o.error, CompileError)]
+            for first_line, message in chain.from_iterable(map(read_messages, logs)):
+                if first_line not in told:
+                    told.add(first_line)
+                    print(message, file=sys.stderr)
 
     def _summary(self) -> str:
         kernels = [(o.job, o.kernel) for o in self._outcomes if o.kernel is not None]

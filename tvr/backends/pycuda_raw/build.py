@@ -27,9 +27,8 @@ class Job:
     ops: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return the kernel, its architecture and its further constants."""
-        words = (self.variant.symbol, self.variant.arch(self.sm), self.variant.constants)
-        return " ".join(filter(None, words))
+        """Return which kernel it is, for people."""
+        return self.variant.label(self.sm)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,20 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from tvr.backends.pycuda_raw.nvcc_log import Resources
+from tvr.backends.pycuda_raw.scratch import remove_left
 from tvr.errors import ConfigError
-
-#: Names of folders in the cache in which a kernel is being compiled.
-SCRATCH_PREFIX = ".compiling-"
-#: A folder this old was left by a compiler that was killed.
-SCRATCH_AGE_S = 3600.0
 
 #: The keys of `[options.pycuda]`.
 OPTIONS = ("cache_dir",)
@@ -151,10 +145,7 @@ class KernelCache:
             size += file.stat().st_size
             kernels += file.suffix == ".cubin"
             file.unlink()
-        for folder in self.folder.glob(f"{SCRATCH_PREFIX}*"):
-            if time.time() - folder.stat().st_mtime > SCRATCH_AGE_S:
-                size += sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
-                shutil.rmtree(folder)
+        size += remove_left(self.folder)
         if self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
         return kernels, size

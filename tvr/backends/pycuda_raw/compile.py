@@ -16,16 +16,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from tvr.backends.pycuda_raw.cache import (
-    SCRATCH_PREFIX,
-    CompiledKernel,
-    KernelCache,
-    default_cache_dir,
-)
+from tvr.backends.pycuda_raw.cache import CompiledKernel, KernelCache, default_cache_dir
 from tvr.backends.pycuda_raw.nvcc import TIMEOUT_S, Nvcc, find_nvcc, flag_variables, run_nvcc
-from tvr.backends.pycuda_raw.nvcc_log import Resources, first_error, read_resources, read_warnings
+from tvr.backends.pycuda_raw.nvcc_log import (
+    Resources,
+    first_error,
+    place_ptx_messages,
+    read_kernels,
+    read_resources,
+    read_warnings,
+)
+from tvr.backends.pycuda_raw.scratch import scratch_folder
 from tvr.backends.pycuda_raw.variants import KernelVariant
 from tvr.errors import CompileError, KernelError
 
@@ -98,7 +100,7 @@ class Compiler:
             with self._scratch() as folder:
                 compiled = folder / cubin.name
                 began = time.monotonic()
-                resources, log = self._run(variant, arch, compiled)
+                resources, log = self._run(variant, sm, compiled)
                 kernel = CompiledKernel(
                     cubin=cubin,
                     symbol=variant.symbol,
@@ -124,34 +126,48 @@ class Compiler:
         ]
         return sha256(json.dumps(made_from).encode()).hexdigest()
 
-    def _run(self, variant: KernelVariant, arch: str, compiled: Path) -> tuple[Resources, str]:
+    def _run(self, variant: KernelVariant, sm: int, compiled: Path) -> tuple[Resources, str]:
         """Compile into the file `compiled` and return what the kernel takes, and the log."""
         source = f"{variant.source}.cu"
         command = [
-            *(str(self.nvcc.path), *FLAGS, f"-arch={arch}", *variant.flags),
+            *(str(self.nvcc.path), *FLAGS, f"-arch={variant.arch(sm)}", *variant.flags),
             *("-I", str(self.source_dir), str(self.source_dir / source), "-o"),
         ]
         log = ""
         try:
-            code, log = run_nvcc([*command, str(compiled)], compiled.parent, self._timeout_s)
-            resources = read_resources(log)
-            if code == 0 and resources is not None and compiled.is_file():
+            # What ptxas is given is kept until its errors have been read.
+            kept = [str(compiled), "--keep", "--keep-dir", str(compiled.parent)]
+            code, log = run_nvcc([*command, *kept], compiled.parent, self._timeout_s)
+            log = place_ptx_messages(log)
+            resources, kernels = read_resources(log), read_kernels(log)
+            if code or not compiled.is_file():
+                found = first_error(log, self.source_dir) or _how_it_ended(code)
+            elif resources is not None and variant.symbol in kernels:
                 return resources, log
-            found = first_error(log, self.source_dir) or f"{source}: {_how_it_ended(code)}"
+            else:
+                found = (
+                    f'{source} compiles, but `ptxas -v` tells of no kernel extern "C" '
+                    f"KERNEL_NAME({variant.source}), which is the one that is loaded"
+                )
         except subprocess.TimeoutExpired as error:
-            found = f"{source}: nvcc gave no answer in {error.timeout:.0f} s"
+            found = f"nvcc gave no answer in {error.timeout:.0f} s"
         except OSError as error:
-            found = f"{source}: nvcc cannot be run: {error.strerror}"
-        shown = shlex.join([*command, f"{variant.symbol}.cubin"])
-        raise CompileError(f"{found}; compiled by: {shown}", source=source, command=shown, log=log)
+            found = f"nvcc cannot be run: {error.strerror}"
+        raise CompileError(
+            "; ".join([found, *(f"{flags} is set" for flags in flag_variables())]),
+            kernel=variant.label(sm),
+            source=source,
+            command=shlex.join([*command, f"{variant.symbol}.cubin"]),
+            log=log,
+        )
 
     @contextmanager
     def _scratch(self) -> Iterator[Path]:
         """Yield a folder on the cache's file system, so that a file is moved from it at once."""
         try:
             self.cache.folder.mkdir(parents=True, exist_ok=True)
-            with TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=self.cache.folder) as folder:
-                yield Path(folder)
+            with scratch_folder(self.cache.folder) as folder:
+                yield folder
         except OSError as error:
             raise KernelError(
                 f"compiled kernels cannot be kept in {self.cache.folder}: {error.strerror}; set "
@@ -188,4 +204,4 @@ def _how_it_ended(code: int) -> str:
         return f"nvcc was ended by signal {-code} ({signal.strsignal(-code)})"
     if code:
         return f"nvcc ended with exit code {code} and no error"
-    return "nvcc ended well, but left no cubin or no `ptxas -v` lines"
+    return "nvcc ended well, but left no cubin"

@@ -135,17 +135,34 @@ def _lacks_headers(include: Path) -> bool:
 
 
 def _output(command: Sequence[str]) -> str:
+    # Flags from the environment are for compiling: a wrong one is told of there.
+    environ = {name: value for name, value in os.environ.items() if name not in FLAG_VARIABLES}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environ,
+            timeout=60,
+            check=False,
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise KernelError(f"{command[0]} does not run: {error}") from error
+    if done.returncode:
+        said = " ".join(done.stdout.split()) or "nothing"
+        raise KernelError(
+            f"{command[0]} does not run: {command[1]} ends with exit code {done.returncode} and "
+            f"says {said}"
+        )
     return done.stdout
 
 
 def flag_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return the flags that nvcc takes from the environment."""
+    """Return the variables that give nvcc flags, as `NAME=flags`."""
     environ = os.environ if environ is None else environ
-    return [environ.get(name, "") for name in FLAG_VARIABLES]
+    return [f"{name}={environ[name]}" for name in FLAG_VARIABLES if environ.get(name)]
 
 
 def run_nvcc(command: Sequence[str], scratch: Path, timeout_s: float) -> tuple[int, str]:

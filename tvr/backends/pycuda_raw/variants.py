@@ -47,6 +47,10 @@ class KernelVariant:
         """The further constants, for people: `STAGES=3 CTAS=2`."""
         return " ".join(f"{name}={value}" for name, value in self.defines)
 
+    def label(self, sm: int) -> str:
+        """Return the kernel, its architecture and its further constants, for people."""
+        return " ".join(filter(None, (self.symbol, self.arch(sm), self.constants)))
+
     def arch(self, sm: int) -> str:
         """Return the compiler's name of an architecture: 90 is `sm_90`, or `sm_90a`."""
         return f"sm_{sm}{'a' if self.arch_specific else ''}"
