@@ -1,0 +1,178 @@
+"""Where kernels run: a GPU, or the CPU under Triton's interpreter.
+
+A kernel is a `@triton.jit` function with its constants and its `Config`. How it reaches a device
+is behind `Gpu`, so that tests can compile kernels for GPUs that are not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+import triton
+from torch import Tensor
+
+from tvr.errors import KernelError
+
+#: Programs that the interpreter runs one after another stand for a GPU of so many multiprocessors.
+INTERPRETED_SMS = 2
+
+#: Since then a kernel may start before the one that it depends on has ended.
+PDL_MIN_SM = 90
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a kernel is compiled.
+
+    Attributes:
+        num_warps: warps of a program.
+        num_stages: tiles of a loop that are on their way at once.
+        blocks: sizes of tiles, as the kernel's constants name them.
+    """
+
+    num_warps: int = 4
+    num_stages: int = 3
+    blocks: Mapping[str, int] = field(default_factory=dict)
+
+
+class Gpu(Protocol):
+    """A device that kernels run on.
+
+    Attributes:
+        device: as torch has it.
+        sm: compute capability, major * 10 + minor; 0 under the interpreter.
+        num_sms: multiprocessors.
+        pdl: kernels may be launched early (programmatic dependent launch), and then wait.
+    """
+
+    device: torch.device
+    sm: int
+    num_sms: int
+    pdl: bool
+
+    def launch(
+        self,
+        kernel: Any,  # noqa: ANN401
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constants: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        """Launch a jitted function on the current stream of `device`."""
+        ...
+
+
+class CudaGpu:
+    """An NVIDIA GPU."""
+
+    def __init__(self, index: int) -> None:
+        found = torch.cuda.get_device_properties(index)
+        self.device = torch.device("cuda", index)
+        self.sm = found.major * 10 + found.minor
+        self.num_sms = found.multi_processor_count
+        self.pdl = self.sm >= PDL_MIN_SM
+        self._index = index
+
+    def launch(
+        self,
+        kernel: Any,  # noqa: ANN401
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constants: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        """Launch on the current stream of this device, whichever device is current."""
+        if torch.cuda.current_device() == self._index:
+            kernel[grid](*args, **constants, **options)
+        else:
+            with torch.cuda.device(self._index):
+                kernel[grid](*args, **constants, **options)
+
+
+class Interpreter:
+    """Triton's interpreter on the CPU: programs run one after another, in NumPy."""
+
+    device = torch.device("cpu")
+    sm = 0
+    num_sms = INTERPRETED_SMS
+    pdl = False
+
+    def launch(
+        self,
+        kernel: Any,  # noqa: ANN401
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        constants: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        """Run at once; `options` are for compilers."""
+        kernel[grid](*args, **constants)
+
+
+@lru_cache(maxsize=None)
+def open_gpu(device: str) -> Gpu:
+    """Return the device that torch calls "cpu" or "cuda:0"."""
+    found = torch.device(device)
+    if found.type == "cpu":
+        return Interpreter()
+    assert found.index is not None, "core gives CUDA devices with their index"
+    return CudaGpu(found.index)
+
+
+def is_interpreted() -> bool:
+    """Whether kernels decorated from now on run in the interpreter (`TRITON_INTERPRET=1`)."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+class Kernel:
+    """A jitted function that is launched with its constants.
+
+    Args:
+        gpu: where it runs.
+        function: what `@triton.jit` made. It takes `PDL` as a constant, and waits for its inputs
+            where that is true (`wait_for_inputs` in device.py).
+        config: how it is compiled.
+        constants: its other constants by name.
+    """
+
+    def __init__(self, gpu: Gpu, function: Any, config: Config, **constants: Any) -> None:  # noqa: ANN401
+        self._gpu = gpu
+        self._device = gpu.device
+        self._function = function
+        self._name: str = function.__name__
+        self._constants = {**config.blocks, **constants, "PDL": gpu.pdl}
+        self._options: dict[str, Any] = {
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            # Said aloud: newer Tritons change what they do unasked.
+            "enable_fp_fusion": True,
+        }
+        if gpu.pdl:
+            self._options["launch_pdl"] = True
+
+    def __call__(self, grid: tuple[int, ...], *args: Tensor | float | None) -> None:
+        """Launch `grid` programs, one argument for each parameter that is no constant.
+
+        Raises:
+            KernelError: a tensor is on another device, or the launch was refused. The kernel is
+                named.
+        """
+        if 0 in grid:
+            return  # a step of no tokens is legal, a grid of no programs is not
+        for arg in args:
+            if isinstance(arg, Tensor) and arg.device != self._device:
+                raise KernelError(
+                    f"{self._name}: a tensor is on {arg.device}; the op is bound on {self._device}"
+                )
+        try:
+            self._gpu.launch(self._function, grid, args, self._constants, self._options)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise KernelError(
+                f"{self._name}: launch of {' x '.join(map(str, grid))} programs failed: "
+                f"{type(error).__name__}: {reason}"
+            ) from error
