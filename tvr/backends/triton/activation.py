@@ -12,7 +12,7 @@ from tvr.contract import BoundOp, SiluMulSpec
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit
 def silu_mul_kernel(x, out, x_stride, out_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A program takes BLOCK columns of a row of x [T, 2 * width], which out [T, width] gets."""
     row = tl.cast(tl.program_id(0), tl.int64)

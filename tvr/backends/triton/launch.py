@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -113,7 +113,7 @@ class Interpreter:
         kernel[grid](*args, **constants)
 
 
-@lru_cache(maxsize=None)
+@cache
 def open_gpu(device: str) -> Gpu:
     """Return the device that torch calls "cpu" or "cuda:0"."""
     found = torch.device(device)
