@@ -1,0 +1,106 @@
+"""Tuned configurations: measured once by tools/tune_triton.py, looked up when an op is bound."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tvr.backends.triton.launch import Config
+from tvr.errors import PluginError
+
+#: What an entry is looked up by: op, compute capability (major * 10 + minor), shape class.
+Key: TypeAlias = tuple[str, int, frozenset[tuple[str, int | str]]]
+Table: TypeAlias = Mapping[Key, Config]
+
+#: The fields of an entry of the file, and what each must be.
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "op": (lambda x: isinstance(x, str), "a string"),
+    "sm": (lambda x: _is_count(x), "a whole number"),
+    "shape": (lambda x: _maps_to(x, lambda v: isinstance(v, str) or _is_count(v)), "an object"),
+    "num_warps": (lambda x: x in (1, 2, 4, 8, 16, 32), "a power of two up to 32"),
+    "num_stages": (lambda x: _is_count(x), "a whole number from 1"),
+    "blocks": (lambda x: _maps_to(x, _is_count), "an object of whole numbers from 1"),
+    "us": (lambda x: isinstance(x, float), "a time"),
+    "default_us": (lambda x: isinstance(x, float), "a time"),
+}
+_HEADER = ("gpu", "triton", "torch")
+
+
+def tuned(op: str, sm: int, default: Config, **shape_class: int | str) -> Config:
+    """Return what was fastest for `op` on GPUs of compute capability `sm`. Nothing is measured.
+
+    Args:
+        op: the op, or one of its kernels.
+        sm: major * 10 + minor; no other GPU's entry is taken for it.
+        default: returned if the shipped table has no such entry.
+        shape_class: facts by which shapes are told apart, like `dtype` and `head_dim`.
+
+    Raises:
+        PluginError: the shipped table is broken.
+    """
+    return shipped().get(key(op, sm, shape_class), default)
+
+
+def key(op: str, sm: int, shape_class: Mapping[str, int | str]) -> Key:
+    """Return what a table knows a configuration by."""
+    return op, sm, frozenset(shape_class.items())
+
+
+@cache
+def shipped() -> Table:
+    """Return the table of tuned.json.
+
+    Raises:
+        PluginError: it is broken.
+    """
+    path = Path(__file__).with_name("tuned.json")
+    try:
+        return read_table(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PluginError(
+            f"the table of the Triton backend, {path}, is broken: {error}; install tvr again, or "
+            "make the table again with tools/tune_triton.py"
+        ) from error
+
+
+def read_table(text: str) -> Table:
+    """Return the configurations in a table's text.
+
+    Raises:
+        ValueError: says what is wrong, in one line.
+    """
+    found = json.loads(text)
+    if not isinstance(found, dict) or set(found) != {"header", "entries"}:
+        raise ValueError("it is not an object of header and entries")
+    header, entries = found["header"], found["entries"]
+    if not isinstance(header, dict) or not all(isinstance(header.get(k), str) for k in _HEADER):
+        raise ValueError(f"its header does not give {', '.join(_HEADER)} as strings")
+    if not isinstance(entries, list):
+        raise ValueError("its entries are not a list")
+    table: dict[Key, Config] = {}
+    for i, entry in enumerate(entries):
+        _check(i, entry)
+        at = key(entry["op"], entry["sm"], entry["shape"])
+        if at in table:
+            raise ValueError(f"entry {i} has op, sm and shape of an earlier one")
+        table[at] = Config(entry["num_warps"], entry["num_stages"], entry["blocks"])
+    return table
+
+
+def _check(i: int, entry: Any) -> None:  # noqa: ANN401
+    if not isinstance(entry, dict) or set(entry) != set(_FIELDS):
+        raise ValueError(f"entry {i} is not an object of {', '.join(_FIELDS)}")
+    for name, (is_right, wanted) in _FIELDS.items():
+        if not is_right(entry[name]):
+            raise ValueError(f"entry {i}: {name} is {entry[name]!r}; it must be {wanted}")
+
+
+def _is_count(x: object) -> bool:
+    return type(x) is int and x >= 1
+
+
+def _maps_to(x: object, is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(x, dict) and all(map(is_right, x.values()))
