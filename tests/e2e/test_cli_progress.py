@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import logging
+import time
 from contextlib import redirect_stderr
 
 import pytest
@@ -36,6 +38,17 @@ def test_a_long_load_shows_how_far_it_is(terminal, monkeypatch):
         load(report)
     assert "loading" in terminal.getvalue()
     assert "3.0/3.0 GB" in terminal.getvalue()
+
+
+def test_a_long_load_shows_which_kernels_are_compiled(terminal, monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+    log = logging.getLogger("tvr.backends.some")
+    with redirect_stderr(terminal), progress.loading_bar():
+        log.info("compiling %s", "rope_bf16")
+        time.sleep(0.2)  # the bar is drawn ten times a second
+    assert "compiling rope_bf16" in terminal.getvalue()
+    assert not logging.getLogger("tvr").handlers
+    assert not log.isEnabledFor(logging.INFO)
 
 
 def test_a_short_load_shows_nothing(terminal):

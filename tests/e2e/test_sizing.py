@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.engines import engine, save_shape
+from support.engines import engine, prompts_of, save_shape
+from tvr import SamplingParams
 from tvr.contract import ArgmaxSpec, Bounds
 from tvr.core.config import ModelConfig
 from tvr.core.engine_config import EngineConfig
@@ -24,7 +25,7 @@ from tvr.core.memory import (
     cuda_pool_bytes,
     size_pool,
 )
-from tvr.core.profile import pack_chunks, run_largest_steps
+from tvr.core.profile import pack_chunks, run_largest_steps, warm_up
 from tvr.core.weights import dummy_weights
 from tvr.errors import CapacityError
 
@@ -173,3 +174,24 @@ def test_the_engine_states_its_size(tmp_path):
         stated = str(llm.limits)
     assert "20 blocks of 16 = 320 tokens" in stated
     assert "context 256, at most 3 sequences and 2048 tokens a step" in stated
+
+
+def test_warming_up_runs_every_kind_of_step_and_leaves_nothing_behind(tmp_path):
+    """Rows, pool and counts are as if it had not been; decodes come in few and in many."""
+    prompts = prompts_of([5, 33])
+    params = SamplingParams(max_tokens=8, temperature=0.8, seed=3, ignore_eos=True)
+    path = save_shape(tmp_path)
+    with engine(path, max_num_seqs=5) as llm:
+        cold = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+    with engine(path, max_num_seqs=5) as llm:
+        runner, limits = llm.parts.runner, llm.parts.limits
+        seen = []
+        submit = runner.submit
+        runner.submit = lambda packed, resets: (
+            seen.append((packed.num_decodes, packed.num_prefill_tokens)) or submit(packed, resets)
+        )
+        bounds = Bounds(max_num_seqs=5, max_num_tokens=64, max_seq_len=256, max_q_len=40)
+        warm_up(runner, bounds, limits.block_size, limits.num_blocks)
+        del runner.submit
+        assert seen == [(0, 40), (1, 0), (2, 0), (4, 0), (5, 0)] * 2
+        assert [o.outputs[0].token_ids for o in llm.generate(prompts, params)] == cold

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -17,30 +18,52 @@ PATIENCE_S = 1.0
 
 @contextmanager
 def loading_bar() -> Iterator[Callable[[int, int], None] | None]:
-    """Yield what to call with bytes read and bytes in all; None: nobody would see a bar."""
+    """Yield what to call with bytes read and bytes in all; None: nobody would see a bar.
+
+    It also tells what backends log meanwhile: the kernels that they compile.
+    """
     if not _is_terminal():
         yield None
         return
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
-    bar = _bar(TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = _bar(
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    )
     task = bar.add_task("loading", total=None)
     began: float | None = None
     shown = False
 
-    def report(done: int, total: int) -> None:
+    def show(**changes: Any) -> None:  # noqa: ANN401
         nonlocal began, shown
         began = time.monotonic() if began is None else began
-        bar.update(task, completed=done, total=total)
+        bar.update(task, **changes)
         if not shown and time.monotonic() - began >= PATIENCE_S:
             shown = True
             bar.start()
 
+    log, handler = logging.getLogger("tvr"), _Told(lambda message: show(description=message))
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
     try:
-        yield report
+        yield lambda done, total: show(completed=done, total=total)
     finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
         if shown:
             bar.stop()
+
+
+class _Told(logging.Handler):
+    """Passes on the messages of a logger."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._tell(record.getMessage())
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from tvr.core.memory import (
 from tvr.core.ops import OpTable
 from tvr.core.plugin_config import PluginConfig, find_config
 from tvr.core.plugins import BackendManager
-from tvr.core.profile import run_largest_steps
+from tvr.core.profile import run_largest_steps, warm_up
 from tvr.core.runner import ModelRunner, on_device
 from tvr.core.sampler import SamplerState
 from tvr.core.tokenizer import Tokenizer
@@ -218,6 +218,8 @@ def load_engine(
         sampler = SamplerState(seqs, model_config.vocab_size, where, eos_token_ids=eos_ids)
         ops.start(bounds)
         runner = ModelRunner(llama, ops, argmax, kv_cache, tables, sampler)
+        if device.type == "cuda":
+            warm_up(runner, bounds, config.block_size, num_blocks)
     return EngineParts(
         model_config=model_config,
         tokenizer=tokenizer,

@@ -1,4 +1,5 @@
-"""The largest steps an engine can be given: they show what it takes besides the KV pool."""
+"""Steps that no request asked for: the largest ones show what an engine takes besides the KV pool,
+small ones compile what the first requests would otherwise wait for."""
 
 from __future__ import annotations
 
@@ -20,6 +21,11 @@ from tvr.core.sampling_params import MAX_LOGPROBS, SamplingParams
 #: What grows with the context grows with its keys: a short chunk at its end shows that, in a
 #: fraction of the time of a long one.
 TAIL_TOKENS = 64
+
+#: Rows for which kernels of their own are made: those of `linear` for few rows.
+WARM_UP_DECODES = (1, 2, 4, 8, 16)
+
+GREEDY = SamplingParams(temperature=0.0)
 
 #: Every stage of sampling, at its dearest.
 DEAREST = SamplingParams(
@@ -66,17 +72,40 @@ def run_largest_steps(
     sampler = SamplerState(bounds.max_num_seqs, model.config.vocab_size, device)
     runner = ModelRunner(model, ops, argmax, kv_cache, tables, sampler)
     for chunks in steps:
-        resets = [
-            RowState(row=i, params=DEAREST, seed=i, prompt_token_ids=[0], output_token_ids=[])
-            for i in range(len(chunks))
-        ]
-        runner.submit(pack_chunks(chunks, block_size, num_blocks), resets)()
+        runner.submit(pack_chunks(chunks, block_size, num_blocks), _resets(len(chunks), DEAREST))()
     runner.close()
     return num_blocks * model.config.kv_bytes_per_block(block_size, model.logits_dtype)
 
 
-def pack_chunks(chunks: list[tuple[int, int]], block_size: int, num_blocks: int) -> PackedStep:
-    """Return a step of prefill chunks (start, length) that each sample.
+def warm_up(runner: ModelRunner, bounds: Bounds, block_size: int, num_blocks: int) -> None:
+    """Run a small step of each kind, so that no request waits for a kernel to be compiled.
+
+    Kernels for few rows differ from those for many, so decodes come in several counts. What they
+    leave in the pool belongs to no sequence, and rows are reset when they are handed out.
+    """
+    counts = sorted({min(n, bounds.max_num_seqs) for n in (*WARM_UP_DECODES, bounds.max_num_seqs)})
+    chunk = min(TAIL_TOKENS, bounds.max_q_len)
+    steps = [pack_chunks([(0, chunk)], block_size, num_blocks)]
+    for n in counts:
+        decodes = [(chunk - 1, 1)] * n
+        steps.append(pack_chunks(decodes, block_size, num_blocks, num_decodes=n))
+    for params in (GREEDY, DEAREST):
+        for step in steps:
+            runner.submit(step, _resets(step.num_seqs, params))()
+
+
+def _resets(num_rows: int, params: SamplingParams) -> list[RowState]:
+    """Return the states of rows that have made no token."""
+    return [
+        RowState(row=i, params=params, seed=i, prompt_token_ids=[0], output_token_ids=[])
+        for i in range(num_rows)
+    ]
+
+
+def pack_chunks(
+    chunks: list[tuple[int, int]], block_size: int, num_blocks: int, *, num_decodes: int = 0
+) -> PackedStep:
+    """Return a step of chunks (start, length) that each sample; the first may be decodes.
 
     Sequence i takes row i. All token ids are 0. Blocks are handed out in turn, and again from 0
     when `num_blocks` are gone.
@@ -90,7 +119,7 @@ def pack_chunks(chunks: list[tuple[int, int]], block_size: int, num_blocks: int)
         starts,
         lengths,
         rows,  # every entry samples
-        np.zeros(sum(lengths)),  # token ids
+        np.zeros(sum(lengths) - num_decodes),  # token ids; a decode's is on the device
         np.repeat(rows, counts),
         np.concatenate([np.arange(n) for n in counts]),
         np.arange(sum(counts)) % num_blocks,
@@ -98,9 +127,9 @@ def pack_chunks(chunks: list[tuple[int, int]], block_size: int, num_blocks: int)
     return PackedStep(
         data=np.concatenate(data).astype(np.int32),
         num_seqs=len(chunks),
-        num_decodes=0,
+        num_decodes=num_decodes,
         num_samples=len(chunks),
-        num_prefill_tokens=int(sum(lengths)),
+        num_prefill_tokens=int(sum(lengths)) - num_decodes,
         seq_lens=ends.tolist(),
         q_lens=lengths.tolist(),
         sample_rows=rows.tolist(),

@@ -6,6 +6,7 @@ Nothing here needs a GPU or PyCUDA.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shlex
@@ -30,6 +31,8 @@ from tvr.backends.pycuda_raw.nvcc_log import (
 from tvr.backends.pycuda_raw.scratch import scratch_folder
 from tvr.backends.pycuda_raw.variants import KernelVariant
 from tvr.errors import CompileError, KernelError
+
+_LOG = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent / "cuda"
 
@@ -100,6 +103,7 @@ class Compiler:
             with self._scratch() as folder:
                 compiled = folder / cubin.name
                 began = time.monotonic()
+                _LOG.info("compiling %s", variant.symbol)
                 resources, log = self._run(variant, sm, compiled)
                 kernel = CompiledKernel(
                     cubin=cubin,

@@ -6,6 +6,7 @@ is behind `Gpu`, so that tests can compile kernels for GPUs that are not here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,6 +20,8 @@ from tvr.errors import KernelError
 
 #: Programs that the interpreter runs one after another stand for a GPU of so many multiprocessors.
 INTERPRETED_SMS = 2
+
+_LOG = logging.getLogger(__name__)
 
 #: Since then a kernel may start before the one that it depends on has ended.
 PDL_MIN_SM = 90
@@ -76,6 +79,7 @@ class CudaGpu:
         self.num_sms = found.multi_processor_count
         self.pdl = self.sm >= PDL_MIN_SM
         self._index = index
+        _log_compilations()
 
     def launch(
         self,
@@ -111,6 +115,20 @@ class Interpreter:
     ) -> None:
         """Run at once; `options` are for compilers."""
         kernel[grid](*args, **constants)
+
+
+@cache
+def _log_compilations() -> None:
+    """Log each kernel that Triton compiles: it takes seconds, and whoever waits can be told."""
+    other = triton.knobs.compilation.listener
+
+    def listener(*, metadata: dict[str, Any], cache_hit: bool, **more: Any) -> None:  # noqa: ANN401
+        if other is not None:
+            other(metadata=metadata, cache_hit=cache_hit, **more)
+        if not cache_hit:
+            _LOG.info("compiled %s", metadata["name"])
+
+    triton.knobs.compilation.listener = listener
 
 
 @cache
