@@ -60,8 +60,9 @@ def backend_info() -> BackendInfo:
         own: dict[str, Any] = axes | {"fields": frozenset(fields)}
         flags = frozenset({"deterministic", "batch_invariant"})
         return [
-            Box(dtypes=DTYPES, min_sm=MIN_SM, flags=flags | {"cuda_graph"}, **own),
+            # First, so that bfloat16 on a CPU is refused for its dtype.
             Box(dtypes=INTERPRETED_DTYPES, devices=("cpu",), flags=flags, **own),
+            Box(dtypes=DTYPES, min_sm=MIN_SM, flags=flags | {"cuda_graph"}, **own),
         ]
 
     heads: dict[str, Any] = {"head_dims": HEAD_DIMS}
