@@ -12,9 +12,12 @@ from tvr.errors import ConfigError
 SHAPE = {"dtype": "bfloat16", "num_heads": 32, "num_kv_heads": 8}
 
 
-def cells_of(*ops, head_dims=(64, 128), block_sizes=(16,), batches=None, ctxs=None, **shape):
+def cells_of(
+    *ops, head_dims=(64, 128), block_sizes=(16,), batches=None, ctxs=None, mixed=(), **shape
+):
     sizes = {"head_dims": head_dims, "block_sizes": block_sizes, "batches": batches, "ctxs": ctxs}
-    return attention_cells([f"attention_{op}" for op in ops], **{**SHAPE, **shape}, **sizes)
+    ops = [f"attention_{op}" for op in ops]
+    return attention_cells(ops, **{**SHAPE, **shape}, **sizes, mixed=mixed)
 
 
 def test_the_default_decodes_are_twelve_for_each_head_size():
@@ -38,6 +41,14 @@ def test_a_decode_reads_keys_and_values_once_and_q_and_writes_the_result():
     (cell,) = cells_of("decode", head_dims=(64,), batches=(8,), ctxs=(1024,))
     assert cell.num_bytes == 8 * (2 * 1024 * 8 + 2 * 32) * 64 * 2
     assert cell.num_flops == 2 * 2 * 8 * 32 * 64 * 1024
+
+
+def test_a_decode_of_mixed_lengths_is_one_cell_that_counts_every_key():
+    (cell,) = cells_of("decode", "prefill", head_dims=(64,), mixed=(1000, 16, 16))
+    assert (cell.batch, cell.ctx, cell.seq_lens) == (3, 1000, [1000, 16, 16])
+    assert cell.num_bytes == (2 * 1032 * 8 + 2 * 3 * 32) * 64 * 2
+    assert cell.num_flops == 2 * 2 * 32 * 64 * 1032
+    assert cell.fields["seq_lens"] == "1 x 1000 + 2 x 16"
 
 
 def test_a_causal_prefill_counts_half_of_its_products():

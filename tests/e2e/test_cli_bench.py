@@ -68,6 +68,18 @@ def test_attention_has_a_table_rows_and_a_picture(tmp_path):
     assert files[1].read_bytes().startswith(b"\x89PNG")
 
 
+def test_one_decode_may_have_sequences_of_many_lengths(tmp_path):
+    file = tmp_path / "a.json"
+    sizes = ("--head-dim", "16", "--num-heads", "2", "--num-kv-heads", "1")
+    done = run_here("bench", "attention", "--seq-lens", "40,3x7", *sizes, *ON_CPU, "--json", file)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1 x 40 + 3 x 7" in done.stdout
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["op"], row["batch"], row["ctx"]) == ("attention_decode", 4, 40)
+    assert row["seq_lens"] == "1 x 40 + 3 x 7"
+    assert row["us"] > 0
+
+
 def test_the_header_says_on_what_and_with_what(tmp_path):
     done = run_here(*SMALL, "--op", "decode", "--json", tmp_path / "a.json")
     header = json.loads((tmp_path / "a.json").read_text())["header"]
@@ -137,6 +149,10 @@ def test_without_a_gpu_one_line_says_how_to_measure_the_cpu(command):
         (["attention", "--op", "x"], "--op 'x' is not known; known: decode, prefill, both"),
         (["attention", "--head-dim", "64,"], "--head-dim '64,' is no list of whole numbers"),
         (["attention", "--batch", "0"], "--batch '0' is no list of whole numbers above 0"),
+        (["attention", "--seq-lens", "9,2y8"], "--seq-lens '9,2y8': '2y8' is no length"),
+        (["attention", "--seq-lens", "9,0"], "'0' is no length"),
+        (["attention", "--seq-lens", "0x9"], "'0x9' is no length"),
+        (["attention", "--seq-lens", "9", "--ctx", "9"], "leave out --batch, --ctx"),
         (["attention", "--num-heads", "33"], "33 query heads cannot be shared out"),
         (["attention", "--dtype", "int8"], "'int8' is not one of float32"),
         (["attention", "--op", "prefill", "--plot", "x.png"], "--op prefill measures none"),

@@ -24,14 +24,16 @@ def attention_calls(cell: AttentionCell, buffers: Buffers, num_sets: int) -> lis
     blocks are in random order.
     """
     spec, dtype = cell.spec, torch_dtype(cell.spec.dtype)
-    per_seq = -(-cell.ctx // spec.block_size)
-    num_blocks = cell.batch * per_seq
+    counts = [-(-n // spec.block_size) for n in cell.seq_lens]
+    num_blocks = sum(counts)
     pool = (num_sets, 2, num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
     caches = buffers.normal("kv", pool, dtype)
     rows = (num_sets, cell.num_tokens, spec.num_heads, spec.head_dim)
     q, out = buffers.normal("q", rows, dtype), buffers.unfilled("out", rows, dtype)
     order = torch.randperm(num_blocks, generator=buffers.generator, device=buffers.device)
-    step = _step(cell, order.view(cell.batch, per_seq).int())
+    # [S, max_blocks]; what lies past the end of a shorter sequence is read by nobody
+    table = torch.nn.utils.rnn.pad_sequence(order.int().split(counts), batch_first=True)
+    step = _step(cell, table)
     calls = []
     for s in range(num_sets):
         k_cache, v_cache = caches[s]
@@ -57,11 +59,11 @@ def _step(cell: AttentionCell, block_table: Tensor) -> StepMeta:
     device = block_table.device
     return StepMeta(
         block_table=block_table,
-        seq_lens=torch.full((cell.batch,), cell.ctx, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(cell.seq_lens, dtype=torch.int32, device=device),
         cu_seqlens_q=torch.arange(cell.batch + 1, dtype=torch.int32, device=device) * q_len,
         num_seqs=cell.batch,
         num_tokens=cell.num_tokens,
         max_q_len=q_len,
         max_seq_len=cell.ctx,
-        seq_lens_cpu=[cell.ctx] * cell.batch,
+        seq_lens_cpu=cell.seq_lens,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
 from typing import Any, TypeAlias
 
 from tvr.conformance.tensors import torch_dtype
@@ -27,11 +27,21 @@ DEFAULT_BATCH, DEFAULT_CTX = 1, 8192
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCell:
-    """Attention of `batch` sequences of `ctx` tokens: the last of each, or in prefill all."""
+    """Attention of `batch` sequences of `ctx` tokens: the last of each, or in prefill all.
+
+    Attributes:
+        mixed: the lengths of a decode's sequences where they differ; `ctx` is the longest.
+    """
 
     spec: AttentionDecodeSpec | AttentionPrefillSpec
     batch: int
     ctx: int
+    mixed: tuple[int, ...] = ()
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Tokens of each sequence."""
+        return list(self.mixed) or [self.ctx] * self.batch
 
     @property
     def num_tokens(self) -> int:
@@ -42,13 +52,13 @@ class AttentionCell:
     def num_bytes(self) -> int:
         """K and V once, q and the result."""
         s, size = self.spec, torch_dtype(self.spec.dtype).itemsize
-        keys_and_values = 2 * self.batch * self.ctx * s.num_kv_heads
+        keys_and_values = 2 * sum(self.seq_lens) * s.num_kv_heads
         return (keys_and_values + 2 * self.num_tokens * s.num_heads) * s.head_dim * size
 
     @property
     def num_flops(self) -> int:
         """Two products; the causal mask leaves half of those of a prefill."""
-        pairs = self.num_tokens * self.ctx
+        pairs = sum(self.seq_lens) * (self.num_tokens // self.batch)
         if isinstance(self.spec, AttentionPrefillSpec):
             pairs //= 2
         return 4 * self.spec.num_heads * self.spec.head_dim * pairs
@@ -59,10 +69,17 @@ class AttentionCell:
         s = self.spec
         shape = {"head_dim": s.head_dim, "num_heads": s.num_heads, "num_kv_heads": s.num_kv_heads}
         paged = {"block_size": s.block_size, "batch": self.batch, "ctx": self.ctx}
-        return {"op": s.op, "dtype": s.dtype, **shape, **paged}
+        mixed = {"seq_lens": self.lengths} if self.mixed else {}
+        return {"op": s.op, "dtype": s.dtype, **shape, **paged, **mixed}
+
+    @property
+    def lengths(self) -> str:
+        """The lengths in short: "64 x 4096", or "1 x 100000 + 63 x 512"."""
+        runs = [(len(list(run)), n) for n, run in groupby(self.seq_lens)]
+        return " + ".join(f"{count} x {n}" for count, n in runs)
 
     def __str__(self) -> str:
-        return f"{self.spec.op} {self.batch} x {self.ctx}, head_dim {self.spec.head_dim}"
+        return f"{self.spec.op} {self.lengths}, head_dim {self.spec.head_dim}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +123,7 @@ def attention_cells(
     block_sizes: Iterable[int],
     batches: Sequence[int] | None,
     ctxs: Sequence[int] | None,
+    mixed: tuple[int, ...] = (),
     on_cpu: bool = False,
 ) -> list[AttentionCell]:
     """Return the cells of "attention_decode" and "attention_prefill".
@@ -113,6 +131,7 @@ def attention_cells(
     Args:
         batches, ctxs: both None: the default sizes; else every pair. A prefill is of one
             sequence, and has the lengths `ctxs`.
+        mixed: lengths of the sequences of one decode, instead.
 
     Raises:
         ConfigError: no spec can have these sizes.
@@ -122,6 +141,8 @@ def attention_cells(
     if batches or ctxs:
         decodes = list(product(batches or (DEFAULT_BATCH,), ctxs or (DEFAULT_CTX,)))
         lengths = ctxs or (DEFAULT_CTX,)
+    if mixed:
+        decodes, lengths = [(len(mixed), max(mixed))], ()
     sizes = {"attention_decode": list(decodes), "attention_prefill": [(1, n) for n in lengths]}
     specs: dict[str, type[AttentionDecodeSpec] | type[AttentionPrefillSpec]] = {
         "attention_decode": AttentionDecodeSpec,
@@ -138,6 +159,7 @@ def attention_cells(
             ),
             batch=batch,
             ctx=ctx,
+            mixed=mixed,
         )
         for op, head_dim, block_size in product(ops, head_dims, block_sizes)
         for batch, ctx in sizes[op]

@@ -56,6 +56,13 @@ def attention(
         str | None,
         typer.Option(metavar="N,N,...", help="Tokens of a sequence. Default: a table of sizes."),
     ] = None,
+    seq_lens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,CxN,...",
+            help="One decode of sequences of these lengths, as 100000,63x512, instead.",
+        ),
+    ] = None,
     json_file: JsonFile = None,
     plot: Annotated[
         Path | None,
@@ -75,6 +82,8 @@ def attention(
     ops["both"] = ops["decode"] + ops["prefill"]
     if op not in ops:
         raise ConfigError(f"--op {op!r} is not known; known: {', '.join(ops)}")
+    if seq_lens is not None and (batch is not None or ctx is not None or op == "prefill"):
+        raise ConfigError("--seq-lens is of one decode: leave out --batch, --ctx and --op prefill")
     cells = attention_cells(
         ops[op],
         dtype=dtype,
@@ -84,6 +93,7 @@ def attention(
         block_sizes=_numbers("--block-size", block_size),
         batches=None if batch is None else _numbers("--batch", batch),
         ctxs=None if ctx is None else _numbers("--ctx", ctx),
+        mixed=() if seq_lens is None else _lengths(seq_lens),
         on_cpu=device == "cpu",
     )
     if plot is not None:
@@ -145,3 +155,16 @@ def _numbers(option: str, text: str) -> list[int]:
     if not numbers or min(numbers) < 1:
         raise ConfigError(f"{option} {text!r} is no list of whole numbers above 0, as in 64,128")
     return numbers
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """Return the lengths of "100000,63x512"."""
+    lengths: list[int] = []
+    for part in text.split(","):
+        count, _, length = part.rpartition("x")
+        if not (length.isdecimal() and int(length) and (count or "1").strip("0").isdecimal()):
+            raise ConfigError(
+                f"--seq-lens {text!r}: {part!r} is no length nor CxN, as in 100000,63x512"
+            )
+        lengths += [int(length)] * int(count or 1)
+    return tuple(lengths)
