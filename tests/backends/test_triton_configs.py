@@ -1,0 +1,92 @@
+"""The Triton backend's table of tuned configurations."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tvr.backends.triton import configs
+from tvr.backends.triton.configs import read_table, shipped, tuned
+from tvr.backends.triton.launch import Config
+from tvr.errors import PluginError
+
+DEFAULT = Config()
+ENTRY = {
+    "op": "attention_decode",
+    "sm": 90,
+    "shape": {"dtype": "bfloat16", "head_dim": 128},
+    "num_warps": 8,
+    "num_stages": 2,
+    "blocks": {"BLOCK_N": 128},
+    "us": 9.5,
+    "default_us": 11.0,
+}
+HEADER = {"gpu": "H200", "triton": "3.6.0", "torch": "2.11.0"}
+
+
+def table_of(*entries: dict, **header: str) -> str:
+    return json.dumps({"header": HEADER | header, "entries": list(entries)})
+
+
+@pytest.fixture
+def one_entry(monkeypatch):
+    monkeypatch.setattr(configs, "shipped", lambda: read_table(table_of(ENTRY)))
+
+
+def test_an_entry_is_found_by_op_gpu_and_shape_class(one_entry):
+    expected = Config(num_warps=8, num_stages=2, blocks={"BLOCK_N": 128})
+    found = tuned("attention_decode", 90, DEFAULT, head_dim=128, dtype="bfloat16")
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("op", "sm", "shape"),
+    [
+        ("attention_prefill", 90, ENTRY["shape"]),
+        ("attention_decode", 80, ENTRY["shape"]),
+        ("attention_decode", 100, ENTRY["shape"]),
+        ("attention_decode", 90, {"dtype": "float16", "head_dim": 128}),
+        ("attention_decode", 90, {"dtype": "bfloat16"}),
+        ("attention_decode", 90, ENTRY["shape"] | {"group_size": 4}),
+        ("attention_decode", 0, ENTRY["shape"]),  # the interpreter
+    ],
+)
+def test_what_was_not_measured_has_the_default(one_entry, op, sm, shape):
+    assert tuned(op, sm, DEFAULT, **shape) is DEFAULT
+
+
+def test_the_shipped_table_is_read_once_and_is_good():
+    assert shipped() is shipped()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "it is not an object of header and entries"),
+        (table_of(gpu=None), "its header does not give gpu, triton, torch as strings"),
+        (table_of({"op": "rope"}), "entry 0 is not an object of op, sm, shape, num_warps"),
+        (table_of(ENTRY | {"num_warps": 3}), "entry 0: num_warps is 3; it must be a power of two"),
+        (table_of(ENTRY | {"num_stages": True}), "entry 0: num_stages is True"),
+        (table_of(ENTRY | {"blocks": {"BLOCK_N": "64"}}), "entry 0: blocks is {'BLOCK_N': '64'}"),
+        (table_of(ENTRY | {"shape": []}), "entry 0: shape is []"),
+        (table_of(ENTRY, ENTRY | {"us": 2.0}), "entry 1 has op, sm and shape of an earlier one"),
+    ],
+)
+def test_a_broken_table_is_one_line_that_says_what_to_do(tmp_path, monkeypatch, text, reason):
+    (tmp_path / "tuned.json").write_text(text)
+    monkeypatch.setattr(configs, "__file__", str(tmp_path / "configs.py"))
+    with pytest.raises(PluginError) as caught:
+        shipped.__wrapped__()
+    message = str(caught.value)
+    assert message.startswith(f"the table of the Triton backend, {tmp_path}/tuned.json, is broken")
+    assert reason in message
+    assert message.endswith("make the table again with tools/tune_triton.py")
+    assert "\n" not in message
+
+
+def test_a_missing_table_is_told_as_a_broken_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(configs, "__file__", str(tmp_path / "configs.py"))
+    with pytest.raises(PluginError, match="No such file"):
+        shipped.__wrapped__()

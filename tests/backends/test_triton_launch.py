@@ -1,0 +1,73 @@
+"""How the Triton backend's kernels reach a device; no GPU is needed to see that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tvr.backends.triton.launch import Config, Kernel
+from tvr.errors import KernelError
+
+
+class RecordingGpu:
+    """Keeps what is launched, or refuses it."""
+
+    device, sm, num_sms = torch.device("cpu"), 90, 4
+
+    def __init__(self, *, pdl: bool = False, error: Exception | None = None) -> None:
+        self.pdl = pdl
+        self.error = error
+        self.launches = []
+
+    def launch(self, kernel, grid, args, constants, options):
+        if self.error is not None:
+            raise self.error
+        self.launches.append((grid, args, constants, options))
+
+
+def scale_kernel():
+    """Stands for a jitted function, of which a launcher needs only the name."""
+
+
+CONFIG = Config(num_warps=8, num_stages=2, blocks={"BLOCK_N": 64})
+
+
+def test_constants_and_options_are_those_of_the_configuration():
+    gpu, x = RecordingGpu(), torch.zeros(4)
+    Kernel(gpu, scale_kernel, CONFIG, HEAD_DIM=128)((2, 3), x, 4, 0.5, None)
+    ((grid, args, constants, options),) = gpu.launches
+    assert (grid, args) == ((2, 3), (x, 4, 0.5, None))
+    assert constants == {"BLOCK_N": 64, "HEAD_DIM": 128, "PDL": False}
+    assert options == {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
+
+
+def test_only_gpus_with_dependent_launch_are_asked_for_it():
+    gpu = RecordingGpu(pdl=True)
+    Kernel(gpu, scale_kernel, CONFIG)((1,))
+    ((_, _, constants, options),) = gpu.launches
+    assert constants["PDL"] is options["launch_pdl"] is True
+
+
+def test_a_grid_without_programs_is_not_launched():
+    gpu = RecordingGpu(error=ValueError("grid is 0"))
+    Kernel(gpu, scale_kernel, CONFIG)((0, 7), torch.zeros(0))
+
+
+def test_a_tensor_on_another_device_is_named_with_the_kernel():
+    gpu = RecordingGpu()
+    message = "scale_kernel: a tensor is on meta; the op is bound on cpu"
+    with pytest.raises(KernelError, match=f"^{message}$"):
+        Kernel(gpu, scale_kernel, CONFIG)((1,), torch.zeros(1), torch.zeros(1, device="meta"))
+    assert gpu.launches == []
+
+
+def test_a_launch_that_fails_names_kernel_and_grid_in_one_line():
+    refusal = RuntimeError("out of resource: shared memory,\n  Required: 300000")
+    gpu = RecordingGpu(error=refusal)
+    with pytest.raises(KernelError) as caught:
+        Kernel(gpu, scale_kernel, CONFIG)((2, 3), torch.zeros(1))
+    assert str(caught.value) == (
+        "scale_kernel: launch of 2 x 3 programs failed: "
+        "RuntimeError: out of resource: shared memory, Required: 300000"
+    )
+    assert caught.value.__cause__ is refusal
