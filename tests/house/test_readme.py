@@ -7,10 +7,11 @@ from pathlib import Path
 
 from tvr.backends.pycuda_raw.plugin import PycudaBackend
 from tvr.backends.torch_ref import plugin as torch_ref
+from tvr.backends.triton import plugin as triton
 from tvr.contract import OPS
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
-BACKENDS = [PycudaBackend(), torch_ref]
+BACKENDS = [PycudaBackend(), triton, torch_ref]
 
 
 def backend_row(plugin) -> str:
