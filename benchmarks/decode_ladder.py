@@ -44,7 +44,8 @@ class Rung(PycudaBackend):
     Args:
         name: of the rung.
         max_splits: asked for, whatever the spec says.
-        max_stages: slices in a warp's ring, at most; None: as many as fit.
+        max_stages: slices in a warp's ring, at most; None: as many as fit. With 2, a multiprocessor
+            holds one block instead of two, as two so short rings would not cover memory's latency.
     """
 
     def __init__(
