@@ -1,15 +1,20 @@
 """Compiles the Triton backend's kernels for GPUs that are not here.
 
-    PYTHONPATH=tests:. python -m support.compile_triton [OP ...] [--sm 90] [--dtype bfloat16]
+    PYTHONPATH=tests:. python -m support.compile_triton [OP ...] [--sm 80,90] [--dtype bfloat16]
 
 Each op is bound as on such a GPU and run on CPU tensors, but every launch is only compiled. One
-line a kernel: registers that did not fit (spills), shared memory, size of the code.
+line a kernel: registers, those that did not fit (spills), shared memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from support.op_calls import calls
+from support.op_calls import ONES, calls
 from tvr.backends.triton.launch import PDL_MIN_SM
 from tvr.backends.triton.plugin import OP_MODULES, bind
 
@@ -64,7 +69,7 @@ class AbsentDriver(DriverBase):
         raise NotImplementedError
 
     def get_current_device(self) -> int:
-        return 0
+        return self._sm  # a jitted function keeps one target for each number
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -116,23 +121,38 @@ def resources(cubin: bytes, name: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def compile_op(op: str, sm: int, dtype: str, **shape: Any) -> list[Compiled]:
-    """Return the kernels that `op` launches for common shapes."""
+def compile_op(op: str, sm: int, dtype: str, **sizes: Any) -> list[Compiled]:
+    """Return the kernels that `op` launches; `sizes` as in `Sizes`."""
     gpu = AbsentGpu(sm)
-    for spec, call in calls(op, dtype, **shape):
+    for spec, call in calls(op, dtype, **sizes):
         call(bind(spec, gpu))
     return gpu.compiled
+
+
+def _lines(job: tuple[str, int, str], sizes: dict[str, Any]) -> list[str]:
+    op, sm, dtype = job
+    return [f"{op} sm_{sm} {dtype}  {kernel}" for kernel in compile_op(op, sm, dtype, **sizes)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("ops", nargs="*", default=list(OP_MODULES))
-    parser.add_argument("--sm", type=int, default=90)
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--sm", default="90", help="with commas: several")
+    parser.add_argument("--dtype", default="bfloat16", help="with commas: several")
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--ones", action="store_true", help="every other size is 1")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    for op in args.ops:
-        for kernel in compile_op(op, args.sm, args.dtype):
-            print(f"{op}  {kernel}")
+    sizes = {**(ONES if args.ones else {}), "head_dim": args.head_dim}
+    sms = [int(sm) for sm in args.sm.split(",")]
+    jobs = list(product(args.ops, sms, args.dtype.split(",")))
+    if len(jobs) == 1:
+        print(*_lines(jobs[0], sizes), sep="\n")
+        return
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(args.jobs, len(jobs)), mp_context=fresh) as pool:
+        for lines in pool.map(partial(_lines, sizes=sizes), jobs):
+            print(*lines, sep="\n", flush=True)
 
 
 if __name__ == "__main__":
