@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +12,7 @@ from tvr.backends.triton.configs import read_table, shipped, tuned
 from tvr.backends.triton.launch import Config
 from tvr.errors import PluginError
 
-DEFAULT = Config()
+DEFAULT = Config(blocks={"BLOCK_N": 64})
 ENTRY = {
     "op": "attention_decode",
     "sm": 90,
@@ -22,11 +23,11 @@ ENTRY = {
     "us": 9.5,
     "default_us": 11.0,
 }
-HEADER = {"gpu": "H200", "triton": "3.6.0", "torch": "2.11.0"}
+FACTS = {"gpu": "H200", "triton": "3.6.0", "torch": "2.11.0"}
 
 
-def table_of(*entries: dict, **header: str) -> str:
-    return json.dumps({"header": HEADER | header, "entries": list(entries)})
+def table_of(*entries: dict, **facts: object) -> str:
+    return json.dumps({"header": {"sm_90": FACTS | facts}, "entries": list(entries)})
 
 
 @pytest.fixture
@@ -56,8 +57,17 @@ def test_what_was_not_measured_has_the_default(one_entry, op, sm, shape):
     assert tuned(op, sm, DEFAULT, **shape) is DEFAULT
 
 
-def test_the_shipped_table_is_read_once_and_is_good():
+def test_an_entry_of_another_kernel_is_refused(one_entry):
+    """A kernel launched without one of its constants would fail with Triton's words."""
+    other = Config(blocks={"ROWS": 16, "KEYS": 64})
+    with pytest.raises(PluginError, match="sm_90 the blocks BLOCK_N; its kernel has ROWS, KEYS: "):
+        tuned("attention_decode", 90, other, **ENTRY["shape"])
+
+
+def test_the_shipped_table_is_read_once_and_only_has_what_is_faster():
     assert shipped() is shipped()
+    table = json.loads(Path(configs.__file__).with_name("tuned.json").read_text())
+    assert all(entry["us"] < entry["default_us"] for entry in table["entries"])
 
 
 @pytest.mark.parametrize(
@@ -65,12 +75,13 @@ def test_the_shipped_table_is_read_once_and_is_good():
     [
         ("{", "Expecting property name"),
         ("[]", "it is not an object of header and entries"),
-        (table_of(gpu=None), "its header does not give gpu, triton, torch as strings"),
+        (table_of(gpu=None), "its header does not give gpu, triton, torch for each sm_NN"),
         (table_of({"op": "rope"}), "entry 0 is not an object of op, sm, shape, num_warps"),
         (table_of(ENTRY | {"num_warps": 3}), "entry 0: num_warps is 3; it must be a power of two"),
         (table_of(ENTRY | {"num_stages": True}), "entry 0: num_stages is True"),
         (table_of(ENTRY | {"blocks": {"BLOCK_N": "64"}}), "entry 0: blocks is {'BLOCK_N': '64'}"),
         (table_of(ENTRY | {"shape": []}), "entry 0: shape is []"),
+        (table_of(ENTRY | {"sm": 80}), "entry 0: sm_80 is not in the header"),
         (table_of(ENTRY, ENTRY | {"us": 2.0}), "entry 1 has op, sm and shape of an earlier one"),
     ],
 )

@@ -17,16 +17,18 @@ Table: TypeAlias = Mapping[Key, Config]
 
 #: The fields of an entry of the file, and what each must be.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "op": (lambda x: isinstance(x, str), "a string"),
+    "op": (lambda x: _is_text(x), "a string"),
     "sm": (lambda x: _is_count(x), "a whole number"),
-    "shape": (lambda x: _maps_to(x, lambda v: isinstance(v, str) or _is_count(v)), "an object"),
+    "shape": (lambda x: _maps_to(x, lambda v: _is_text(v) or _is_count(v)), "an object"),
     "num_warps": (lambda x: x in (1, 2, 4, 8, 16, 32), "a power of two up to 32"),
     "num_stages": (lambda x: _is_count(x), "a whole number from 1"),
     "blocks": (lambda x: _maps_to(x, _is_count), "an object of whole numbers from 1"),
     "us": (lambda x: isinstance(x, float), "a time"),
     "default_us": (lambda x: isinstance(x, float), "a time"),
 }
-_HEADER = ("gpu", "triton", "torch")
+#: What the header says of each architecture: on what and with what its entries were measured.
+_FACTS = ("gpu", "triton", "torch")
+_REMEDY = "install tvr again, or make the table again with tools/tune_triton.py"
 
 
 def tuned(op: str, sm: int, default: Config, **shape_class: int | str) -> Config:
@@ -39,9 +41,15 @@ def tuned(op: str, sm: int, default: Config, **shape_class: int | str) -> Config
         shape_class: facts by which shapes are told apart, like `dtype` and `head_dim`.
 
     Raises:
-        PluginError: the shipped table is broken.
+        PluginError: the shipped table is broken, or of other kernels.
     """
-    return shipped().get(key(op, sm, shape_class), default)
+    found = shipped().get(key(op, sm, shape_class), default)
+    if set(found.blocks) != set(default.blocks):
+        raise PluginError(
+            f"the table of the Triton backend gives {op} on sm_{sm} the blocks "
+            f"{', '.join(found.blocks)}; its kernel has {', '.join(default.blocks)}: {_REMEDY}"
+        )
+    return found
 
 
 def key(op: str, sm: int, shape_class: Mapping[str, int | str]) -> Key:
@@ -61,8 +69,7 @@ def shipped() -> Table:
         return read_table(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PluginError(
-            f"the table of the Triton backend, {path}, is broken: {error}; install tvr again, or "
-            "make the table again with tools/tune_triton.py"
+            f"the table of the Triton backend, {path}, is broken: {error}; {_REMEDY}"
         ) from error
 
 
@@ -76,8 +83,8 @@ def read_table(text: str) -> Table:
     if not isinstance(found, dict) or set(found) != {"header", "entries"}:
         raise ValueError("it is not an object of header and entries")
     header, entries = found["header"], found["entries"]
-    if not isinstance(header, dict) or not all(isinstance(header.get(k), str) for k in _HEADER):
-        raise ValueError(f"its header does not give {', '.join(_HEADER)} as strings")
+    if not _maps_to(header, lambda facts: _maps_to(facts, _is_text) and set(facts) == set(_FACTS)):
+        raise ValueError(f"its header does not give {', '.join(_FACTS)} for each sm_NN")
     if not isinstance(entries, list):
         raise ValueError("its entries are not a list")
     table: dict[Key, Config] = {}
@@ -86,6 +93,8 @@ def read_table(text: str) -> Table:
         at = key(entry["op"], entry["sm"], entry["shape"])
         if at in table:
             raise ValueError(f"entry {i} has op, sm and shape of an earlier one")
+        if f"sm_{entry['sm']}" not in header:
+            raise ValueError(f"entry {i}: sm_{entry['sm']} is not in the header")
         table[at] = Config(entry["num_warps"], entry["num_stages"], entry["blocks"])
     return table
 
@@ -96,6 +105,10 @@ def _check(i: int, entry: Any) -> None:  # noqa: ANN401
     for name, (is_right, wanted) in _FIELDS.items():
         if not is_right(entry[name]):
             raise ValueError(f"entry {i}: {name} is {entry[name]!r}; it must be {wanted}")
+
+
+def _is_text(x: object) -> bool:
+    return isinstance(x, str)
 
 
 def _is_count(x: object) -> bool:
