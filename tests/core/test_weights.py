@@ -436,6 +436,15 @@ def test_dummy_weights_follow_the_seed(config):
     assert not torch.equal(first, other)
 
 
+def test_dummy_weights_are_the_same_in_every_dtype():
+    wide, half, brain = (
+        flat(dummy_weights(BIASED, dtype=dtype, device="cpu", seed=0), BIASED)
+        for dtype in ("float32", "float16", "bfloat16")
+    )
+    assert torch.equal(wide, brain)
+    assert (wide - half).abs().max() < 2**-24  # below the smallest normal number of float16
+
+
 def test_dummy_weights_fill_every_tensor_at_its_scale():
     config = replace(BIASED, hidden_size=256, vocab_size=20_000, num_heads=8, head_dim=32)
     weights = dummy_weights(config, dtype="float32", device="cpu", seed=0)

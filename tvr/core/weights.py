@@ -77,7 +77,9 @@ def dummy_weights(
     """Return random weights of a size that keeps activations near one.
 
     They depend on `seed` and the shapes alone: the noise is drawn on the CPU, once, and every
-    tensor is tiled with it from an offset of its own, which is fast for models of any size.
+    tensor is tiled with it from an offset of its own, which is fast for models of any size. All are
+    numbers that bfloat16 has, so that a model in one dtype can be held against itself in another;
+    float16 rounds only those below 6e-5.
 
     Raises:
         CapacityError: the device has not the memory.
@@ -88,13 +90,12 @@ def dummy_weights(
     for name, slot in weights.slots(config):
         offset = int(torch.randint(_NOISE_SIZE, (), generator=generator))
         flat = slot.view(-1)  # slots are whole rows, so contiguous
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        spread = 0.1 if slot.dim() == 1 else slot.shape[1] ** -0.5
         for start in range(-offset, flat.numel(), _NOISE_SIZE):
             part = flat[max(start, 0) : start + _NOISE_SIZE]
-            part.copy_(noise[max(-start, 0) :][: part.numel()])
-        if name.endswith("norm.weight"):
-            slot.mul_(0.1).add_(1.0)
-        else:
-            slot.mul_(0.1 if slot.dim() == 1 else slot.shape[1] ** -0.5)
+            drawn = noise[max(-start, 0) :][: part.numel()]
+            part.copy_((drawn * spread + mean).bfloat16())
     return weights
 
 
