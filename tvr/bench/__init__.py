@@ -1,1 +1,1 @@
-"""Benchmarks of ops, side by side: `tvr bench`. docs/benchmarks.md has the protocol."""
+"""Benchmarks of ops and models, side by side: `tvr bench`. docs/benchmarks.md has the protocol."""

@@ -61,18 +61,18 @@ def _compare_one(
         else:
             calls = op_calls(cell, buffers, sets)
     except Exception as error:
-        return {peer.name: not_measured(cell, peer.name, error=_says(error)) for peer in peers}
+        return {peer.name: not_measured(cell, peer.name, error=says(error)) for peer in peers}
     for peer in peers:
         try:
             entries[peer.name] = peer.enter(calls, gate)
         except (Exception, SystemExit) as error:
-            rows[peer.name] = not_measured(cell, peer.name, error=_says(error))
+            rows[peer.name] = not_measured(cell, peer.name, error=says(error))
     for _ in range(ROUNDS):
         for name, entry in list(entries.items()):
             try:
                 entry.samples += entry.timer.sample(SAMPLES_OF_A_ROUND)
             except (Exception, SystemExit) as error:
-                rows[name] = not_measured(cell, name, error=_says(error))
+                rows[name] = not_measured(cell, name, error=says(error))
                 del entries[name]
     for name, entry in entries.items():
         rows[name] = measured(cell, name, entry, sets)
@@ -83,7 +83,8 @@ def _skipped(peer: Peer, cell: Cell) -> dict[str, Any]:
     return not_measured(cell, peer.name, skipped="; ".join(peer.subject.why_not(cell.spec)))
 
 
-def _says(error: BaseException) -> str:
+def says(error: BaseException) -> str:
+    """Return what went wrong in one line, for a row."""
     text = " ".join(str(error).split())
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of memory: {text}"

@@ -14,6 +14,7 @@ from tvr.conformance.suite_run import facts_of
 
 if TYPE_CHECKING:
     from tvr.bench.peer import Peer
+    from tvr.contract import BackendInfo, DeviceFacts
 
 #: Goes up when a key changes its meaning or goes away; new keys may come at any time.
 SCHEMA = 1
@@ -22,7 +23,7 @@ SCHEMA = 1
 def header(
     command: str, peers: Sequence[Peer], distributions: dict[str, tuple[str | None, str | None]]
 ) -> dict[str, Any]:
-    """Return the facts of a run as JSON-able data.
+    """Return the facts of a run that measures ops, as JSON-able data.
 
     Args:
         command: the command line.
@@ -30,7 +31,23 @@ def header(
         distributions: package and version of each, by the backend's name.
     """
     subject = peers[0].subject
-    facts = facts_of(subject.info, subject.device)
+    protocol = {
+        "rounds": ROUNDS,
+        "samples_of_a_round": SAMPLES_OF_A_ROUND,
+        "least_launches_of_a_sample": LAUNCHES,
+    }
+    return common_header(command, subject.info, subject.device, distributions, protocol)
+
+
+def common_header(
+    command: str,
+    info: BackendInfo,
+    device: DeviceFacts,
+    distributions: dict[str, tuple[str | None, str | None]],
+    protocol: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the facts of any run; `info`: of one of the backends, `protocol`: how often what."""
+    facts = facts_of(info, device)
     found: dict[str, Any] = {
         "schema": SCHEMA,
         "command": command,
@@ -43,16 +60,12 @@ def header(
             name: {"distribution": package, "version": version}
             for name, (package, version) in distributions.items()
         },
-        "protocol": {
-            "rounds": ROUNDS,
-            "samples_of_a_round": SAMPLES_OF_A_ROUND,
-            "least_launches_of_a_sample": LAUNCHES,
-        },
+        "protocol": protocol,
     }
-    if subject.device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(subject.torch_device)
+    if device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(torch.device(str(device)))
         found["gpu"] = {
-            "sm": subject.device.sm,
+            "sm": device.sm,
             "num_sms": gpu.multi_processor_count,
             "l2_bytes": gpu.L2_cache_size,
             "memory_bytes": gpu.total_memory,

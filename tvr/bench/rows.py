@@ -44,4 +44,4 @@ def not_measured(cell: Cell, backend: str, **why: str) -> Row:
 
 def failed(rows: list[Row]) -> bool:
     """Return whether something failed, or nothing at all was measured."""
-    return any("error" in row for row in rows) or all(row["us"] is None for row in rows)
+    return any("error" in row for row in rows) or all("skipped" in row for row in rows)

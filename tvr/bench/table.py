@@ -45,9 +45,13 @@ def _of_op(op: str, cells: list[Sequence[Row]], backends: Sequence[str]) -> str:
         for row in theirs:
             line += [*_figures(row, op), _ratio(mine, row)]
         lines.append(line)
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    text = ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
-    return "\n".join([", ".join([op, *(f"{n} {shapes[0][n]}" for n in fixed)]), *text])
+    return "\n".join([", ".join([op, *(f"{n} {shapes[0][n]}" for n in fixed)]), *aligned(lines)])
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line of text for each of `lines`, its columns right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in lines]
 
 
 def _figures(row: Row, op: str) -> list[str]:

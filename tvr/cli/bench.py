@@ -8,25 +8,17 @@ from typing import Annotated
 import typer
 
 from tvr.cli import options
+from tvr.cli.bench_compare import compare
+from tvr.cli.bench_model import latency, throughput
+from tvr.cli.bench_options import Backends, JsonFile, numbers
 from tvr.cli.bench_run import check_can_plot, run_cells
 from tvr.errors import ConfigError
 
 app = typer.Typer()
 
-Backends = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--backend",
-        metavar="NAME",
-        help="Measure this one; several with commas or given again. Default: all that can run.",
-    ),
-]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="float32, float16 or bfloat16.")]
 Device = Annotated[
     str, typer.Option(metavar="NAME", help="cuda, cuda:N, or cpu: eagerly, by the clock.")
-]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")
 ]
 
 
@@ -89,10 +81,10 @@ def attention(
         dtype=dtype,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dims=_numbers("--head-dim", head_dim),
-        block_sizes=_numbers("--block-size", block_size),
-        batches=None if batch is None else _numbers("--batch", batch),
-        ctxs=None if ctx is None else _numbers("--ctx", ctx),
+        head_dims=numbers("--head-dim", head_dim),
+        block_sizes=numbers("--block-size", block_size),
+        batches=None if batch is None else numbers("--batch", batch),
+        ctxs=None if ctx is None else numbers("--ctx", ctx),
         mixed=() if seq_lens is None else _lengths(seq_lens),
         on_cpu=device == "cpu",
     )
@@ -139,22 +131,16 @@ def ops(
     cells = op_cells(
         asked,
         dtype=dtype,
-        rows=None if rows is None else _numbers("--rows", rows),
+        rows=None if rows is None else numbers("--rows", rows),
         megabytes=mb,
         on_cpu=device == "cpu",
     )
     return run_cells(cells, options.listed(backend), device, plugins, json_file=json_file)
 
 
-def _numbers(option: str, text: str) -> list[int]:
-    """Return the numbers of "64,128"."""
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ConfigError(f"{option} {text!r} is no list of whole numbers above 0, as in 64,128")
-    return numbers
+app.command(short_help="Measure a model: time to the first token, and between tokens.")(latency)
+app.command(short_help="Measure a model: many requests at once.")(throughput)
+app.command(short_help="Compare two results, as before and after a change.")(compare)
 
 
 def _lengths(text: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,52 +39,96 @@ def run_cells(
 
     An interrupt keeps the cells that are done.
     """
-    from tvr.bench.report import write_json
-    from tvr.bench.rows import failed
+    from tvr.bench.plot import plot_bandwidth
     from tvr.bench.session import Session
     from tvr.bench.table import format_table
     from tvr.core.plugin_config import find_config
 
     check_can_write({"--json": json_file, "--plot": plot})
     facts, config = _facts(device), find_config(plugins, os.environ)
+    with redirect_stdout(sys.stderr):  # what a plugin prints belongs to no table
+        session = Session(backends, facts, config, command=command_line())
+
+    def draw(header: dict[str, Any], rows: list[Row]) -> None:
+        if plot is not None:
+            plot_bandwidth(plot, header, rows)
+
+    return run_steps(
+        session.compare(cells),
+        ["what memory gives at best", *map(str, cells[1:])],
+        header=lambda: session.header,
+        table=lambda found: format_table(found, session.names),
+        json_file=json_file,
+        draw=draw,
+    )
+
+
+def run_steps(
+    steps: Iterator[list[Row]],
+    doing: Sequence[str],
+    *,
+    header: Callable[[], dict[str, Any]],
+    table: Callable[[list[list[Row]]], str],
+    json_file: Path | None,
+    draw: Callable[[dict[str, Any], list[Row]], None] | None = None,
+) -> int:
+    """Take the rows of each step, print a table, write the JSON, and return the exit code.
+
+    An interrupt keeps the steps that are done.
+
+    Args:
+        steps: measures; each step's rows.
+        doing: what each step measures.
+        header: returns the header of the JSON.
+        table: returns the rows of all steps as text.
+        json_file: where the JSON goes, if anywhere.
+        draw: called at the end with header and rows, if there are any.
+    """
+    from tvr.bench.report import write_json
+    from tvr.bench.rows import failed
+
     began = time.monotonic()
     found: list[list[Row]] = []
 
-    def header() -> dict[str, Any]:
-        seconds, missing = round(time.monotonic() - began, 1), len(found) < len(cells)
-        return {**session.header, "seconds": seconds, "interrupted": missing}
+    def full_header() -> dict[str, Any]:
+        seconds, missing = round(time.monotonic() - began, 1), len(found) < len(doing)
+        return {**header(), "seconds": seconds, "interrupted": missing}
 
     def flat() -> list[Row]:
         return [row for rows in found for row in rows]
 
-    with redirect_stdout(sys.stderr):  # what a plugin prints belongs to no table
-        command = shlex.join(["tvr", *sys.argv[1:]])
-        session = Session(backends, facts, config, command=command)
     allow_interrupts()
+    completed = False
     try:
         with (
             redirect_stdout(sys.stderr),
             suppress(KeyboardInterrupt),
-            suite_bar(len(cells)) as report,
+            suite_bar(len(doing)) as report,
         ):
-            report(0, "what memory gives at best")
-            for rows in session.compare(cells):
+            report(0, doing[0])
+            for rows in steps:
                 found.append(rows)
-                if json_file is not None:  # each time: the next cell may end the process
-                    write_json(json_file, header(), flat())
-                report(len(found), str(cells[min(len(found), len(cells) - 1)]))
-        if plot is not None and found:
-            from tvr.bench.plot import plot_bandwidth
-
-            plot_bandwidth(plot, header(), flat())
+                if json_file is not None:  # each time: the next step may end the process
+                    write_json(json_file, full_header(), flat())
+                report(len(found), doing[min(len(found), len(doing) - 1)])
+        completed = True
+        if draw is not None and found:
+            draw(full_header(), flat())
     finally:  # where the disk is full, the work is not lost
-        blocks = [_heading(header()), format_table(found, session.names)]
-        if num_left := len(cells) - len(found):
-            blocks.append(f"interrupted: {num_left} of {len(cells)} cells were not measured")
-        text_writer()("\n\n".join(filter(None, blocks)) + "\n")
+        num_left = len(doing) - len(found)
+        if completed or found:
+            blocks = [_heading(full_header()), *([table(found)] if found else [])]
+            if num_left:
+                blocks.append(f"interrupted: {num_left} of {len(doing)} cells were not measured")
+            text_writer()("\n\n".join(filter(None, blocks)) + "\n")
     if num_left:
         return EXIT_INTERRUPTED
     return EXIT_FAILED if failed(flat()) else 0
+
+
+def command_line() -> str:
+    """Return the command line, for a report's header."""
+    return shlex.join(["tvr", *sys.argv[1:]])
 
 
 def check_can_plot(path: Path, *, has_decodes: bool) -> None:

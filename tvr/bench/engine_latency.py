@@ -1,0 +1,170 @@
+"""How long a batch of requests takes: the first token of each, and each one after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tvr.bench.comparison import says
+from tvr.bench.engine_model import BenchModel, others_at_work, synchronise
+from tvr.bench.engine_text import generate
+from tvr.bench.gate_model import ModelGate, gate_lengths
+from tvr.bench.model_rows import failed_row, latency_row
+from tvr.bench.workload import random_prompts
+from tvr.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from tvr.bench.rows import Row
+    from tvr.core.llm import LLM
+
+MEASURES = ("ttft_ms", "itl_ms", "tok_s")
+
+_BLOCK_SIZE = 16
+
+#: Blocks of a sequence beyond those of its tokens, which the scheduler wants to see free.
+_SPARE_BLOCKS = 2
+
+
+class Batch(NamedTuple):
+    """A batch of requests of one size, in tokens."""
+
+    batch: int
+    input_len: int
+    output_len: int
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.input_len} + {self.output_len}"
+
+
+@dataclass(kw_only=True)
+class _Entry:
+    """An engine at a batch that it has been found right for."""
+
+    llm: LLM
+    facts: dict[str, Any]
+    first: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+
+
+class Latency:
+    """Measures batches on the engines of several backends, which take turns.
+
+    Args:
+        model: what is measured.
+        backends: their names.
+        batches: what is asked of each.
+        num_warmup, num_iters: untimed and timed iterations, each of which generates twice: one
+            token of each request, then all of them.
+
+    Raises:
+        ConfigError: a batch does not fit into the context.
+    """
+
+    def __init__(
+        self,
+        model: BenchModel,
+        backends: Sequence[str],
+        batches: Sequence[Batch],
+        *,
+        num_warmup: int,
+        num_iters: int,
+    ) -> None:
+        for b in batches:
+            model.refuse_longer(f"--input-len {b.input_len}", b.input_len + b.output_len)
+        self._model = model
+        self._backends = backends
+        self._batches = batches
+        self._num_warmup, self._num_iters = num_warmup, num_iters
+
+    def rows(self) -> Iterator[list[Row]]:
+        """Yield the rows of each batch, one for each backend.
+
+        Raises:
+            TvrError: the model, or its fp32 reference, cannot be loaded.
+        """
+        gate = ModelGate(self._model)
+        engines: dict[str, LLM] = {}
+        errors: dict[str, str] = {}
+        try:
+            for backend in self._backends:
+                try:
+                    engines[backend] = self._load(backend)
+                except (Exception, SystemExit) as error:
+                    errors[backend] = says(error)
+            for batch in self._batches:
+                yield self._measure(batch, gate, engines, errors)
+        finally:
+            for llm in engines.values():
+                llm.close()
+
+    def _load(self, backend: str) -> LLM:
+        """Return an engine whose pool holds the largest batch, and leaves room for others'."""
+        longest = max(b.input_len + b.output_len for b in self._batches)
+        context = max(longest, sum(gate_lengths(self._model)))
+        blocks = [
+            b.batch * (-(-(b.input_len + b.output_len) // _BLOCK_SIZE) + _SPARE_BLOCKS)
+            for b in self._batches
+        ]
+        one = -(-(self._model.max_model_len or context) // _BLOCK_SIZE) + _SPARE_BLOCKS
+        return self._model.load(
+            backend,
+            context=context,
+            num_blocks=max(*blocks, one),
+            num_seqs=max(b.batch for b in self._batches),
+        )
+
+    def _measure(
+        self, batch: Batch, gate: ModelGate, engines: dict[str, LLM], errors: dict[str, str]
+    ) -> list[Row]:
+        """Return the row of each backend at a batch."""
+        fields = {
+            name: {"backend": name, **self._model.fields, **batch._asdict()}
+            for name in self._backends
+        }
+        failed = dict(errors)
+        entries: dict[str, _Entry] = {}
+        for name, llm in engines.items():
+            try:
+                facts: dict[str, Any] = {"gate": gate.judge(llm, batch.batch)}
+                if others := others_at_work(llm, name):
+                    facts["other_backends"] = others
+                entries[name] = _Entry(llm=llm, facts=facts)
+            except (Exception, SystemExit) as error:
+                failed[name] = says(error)
+        prompts = random_prompts(batch.batch, batch.input_len, self._model.config.vocab_size, 0)
+        for i in range(self._num_warmup + self._num_iters):
+            for name, entry in list(entries.items()):
+                try:
+                    first = timed(entry.llm, prompts, [1] * batch.batch)
+                    whole = timed(entry.llm, prompts, [batch.output_len] * batch.batch)
+                except (Exception, SystemExit) as error:
+                    failed[name] = says(error)
+                    del entries[name]
+                    continue
+                if i >= self._num_warmup:
+                    entry.first.append(first)
+                    entry.whole.append(whole)
+        return [
+            failed_row(fields[name], MEASURES, failed[name])
+            if name in failed
+            else latency_row(
+                fields[name], entries[name].first, entries[name].whole, entries[name].facts
+            )
+            for name in self._backends
+        ]
+
+
+def timed(llm: LLM, prompts: Sequence[Sequence[int]], output_lens: Sequence[int]) -> float:
+    """Return the seconds in which an engine answers greedily with so many tokens each.
+
+    Raises:
+        CheckFailed: an answer ended otherwise.
+    """
+    params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in output_lens]
+    synchronise(llm)
+    began = time.perf_counter()
+    generate(llm, prompts, params)
+    synchronise(llm)
+    return time.perf_counter() - began

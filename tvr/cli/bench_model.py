@@ -1,0 +1,163 @@
+"""`tvr bench latency` and `tvr bench throughput`: how fast backends serve a whole model."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import redirect_stdout
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tvr.cli import options
+from tvr.cli.bench_options import Backends, JsonFile, numbers, whole
+from tvr.cli.bench_run import command_line, run_steps
+from tvr.cli.output import check_can_write
+from tvr.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tvr.bench.engine_model import BenchModel
+
+#: Percentiles of fewer say nothing.
+_LEAST_ITERS = 5
+
+_WORKLOADS = ("random", "nano")
+
+
+def latency(
+    *,
+    model: options.Model = options.DEMO,
+    backend: Backends = None,
+    batch: Annotated[str, typer.Option(metavar="N,N,...", help="Requests at once.")] = "8",
+    input_len: Annotated[str, typer.Option(metavar="N,N,...", help="Tokens of a prompt.")] = "32",
+    output_len: Annotated[int, typer.Option(metavar="N", help="Tokens of an answer.")] = 128,
+    num_iters_warmup: Annotated[int, typer.Option(metavar="N", help="Untimed iterations.")] = 10,
+    num_iters: Annotated[int, typer.Option(metavar="N", help="Timed iterations, at least 5.")] = 30,
+    json_file: JsonFile = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    max_model_len: options.MaxModelLen = None,
+    load_format: options.LoadFormat = "auto",
+    plugins: options.Plugins = None,
+    debug: options.Debug = False,
+) -> int:
+    """Measure the time to the first token and between tokens, backends side by side.
+
+    Each backend's logits are checked before it is timed; exit code 1 if they are wrong.
+    """
+    whole("--output-len", output_len, 2)  # one for TTFT, one more for ITL
+    whole("--num-iters-warmup", num_iters_warmup, 0)
+    whole("--num-iters", num_iters, _LEAST_ITERS)
+    sizes = numbers("--batch", batch), numbers("--input-len", input_len)
+    check_can_write({"--json": json_file})
+    with redirect_stdout(sys.stderr):  # what a plugin prints belongs to no table
+        opened = _open(model, device, dtype, load_format, max_model_len, plugins)
+        from tvr.bench.engine_latency import Batch, Latency
+        from tvr.bench.model_table import format_latency
+
+        backends = opened.backends(options.listed(backend))
+        batches = [Batch(b, n, output_len) for n in sizes[1] for b in sizes[0]]
+        names = list(backends)
+        measuring = Latency(
+            opened, names, batches, num_warmup=num_iters_warmup, num_iters=num_iters
+        )
+        protocol = {"warmup_iterations": num_iters_warmup, "iterations": num_iters}
+        header = opened.header(command_line(), backends, protocol)
+    return run_steps(
+        measuring.rows(),
+        [str(one) for one in batches],
+        header=lambda: header,
+        table=lambda found: format_latency(found, names),
+        json_file=json_file,
+    )
+
+
+def throughput(
+    *,
+    model: options.Model = options.DEMO,
+    backend: Backends = None,
+    workload: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="random: all of one size; nano: nano-vllm's, 100 to 1024 tokens."
+        ),
+    ] = "random",
+    num_prompts: Annotated[int, typer.Option(metavar="N", help="Requests.")] = 256,
+    input_len: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of a prompt. Default: 128.")
+    ] = None,
+    output_len: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens of an answer. Default: 128.")
+    ] = None,
+    random_seed: Annotated[int, typer.Option(metavar="N", help="Of the prompts.")] = 0,
+    num_iters: Annotated[int, typer.Option(metavar="N", help="Times it is served.")] = 3,
+    json_file: JsonFile = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    max_model_len: options.MaxModelLen = None,
+    load_format: options.LoadFormat = "auto",
+    plugins: options.Plugins = None,
+    debug: options.Debug = False,
+) -> int:
+    """Measure how fast many requests that come all at once are served.
+
+    Each backend's logits are checked before it is timed; exit code 1 if they are wrong.
+    """
+    if workload not in _WORKLOADS:
+        raise ConfigError(f"--workload {workload!r} is not known; known: {', '.join(_WORKLOADS)}")
+    if workload == "nano" and (input_len is not None or output_len is not None):
+        raise ConfigError(
+            "--workload nano has lengths of its own; leave out --input-len and --output-len"
+        )
+    input_len, output_len = input_len or 128, output_len or 128
+    for name, value in (
+        ("--num-prompts", num_prompts),
+        ("--input-len", input_len),
+        ("--output-len", output_len),
+        ("--num-iters", num_iters),
+    ):
+        whole(name, value, 1)
+    check_can_write({"--json": json_file})
+    with redirect_stdout(sys.stderr):
+        opened = _open(model, device, dtype, load_format, max_model_len, plugins)
+        from tvr.bench.engine_throughput import Throughput
+        from tvr.bench.model_table import format_throughput
+        from tvr.bench.workload import nano_workload, random_workload
+
+        vocab_size = opened.config.vocab_size
+        if workload == "nano":
+            requests = nano_workload(num_prompts, vocab_size, random_seed)
+        else:
+            requests = random_workload(num_prompts, input_len, output_len, vocab_size, random_seed)
+        backends = opened.backends(options.listed(backend))
+        names = list(backends)
+        measuring = Throughput(opened, names, requests, num_iters=num_iters)
+        header = opened.header(command_line(), backends, {"iterations": num_iters})
+    return run_steps(
+        measuring.rows(),
+        [f"{name}: {requests}" for name in names],
+        header=lambda: header,
+        table=format_throughput,
+        json_file=json_file,
+    )
+
+
+def _open(
+    model: str,
+    device: str,
+    dtype: str,
+    load_format: str,
+    max_model_len: int | None,
+    plugins: str | None,
+) -> BenchModel:
+    from tvr.bench.engine_model import BenchModel
+    from tvr.core.plugin_config import find_config
+
+    return BenchModel.open(
+        options.model_path(model),
+        device=device,
+        dtype=dtype,
+        load_format=load_format,
+        max_model_len=max_model_len,
+        plugins=find_config(plugins, os.environ),
+    )
