@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tvr.bench.comparison import says
 from tvr.bench.engine_model import BenchModel, others_at_work, synchronise
-from tvr.bench.engine_text import generate
+from tvr.bench.engine_text import check_lengths
 from tvr.bench.gate_model import ModelGate, gate_lengths
 from tvr.bench.model_rows import failed_row, latency_row
 from tvr.bench.workload import random_prompts
@@ -101,18 +101,22 @@ class Latency:
 
     def _load(self, backend: str) -> LLM:
         """Return an engine whose pool holds the largest batch, and leaves room for others'."""
-        longest = max(b.input_len + b.output_len for b in self._batches)
-        context = max(longest, sum(gate_lengths(self._model)))
-        blocks = [
-            b.batch * (-(-(b.input_len + b.output_len) // _BLOCK_SIZE) + _SPARE_BLOCKS)
-            for b in self._batches
-        ]
-        one = -(-(self._model.max_model_len or context) // _BLOCK_SIZE) + _SPARE_BLOCKS
+
+        def num_blocks(num_tokens: int) -> int:
+            return -(-num_tokens // _BLOCK_SIZE) + _SPARE_BLOCKS
+
+        of_gate = sum(gate_lengths(self._model))
+        longest = [max(b.input_len + b.output_len, of_gate) for b in self._batches]
+        batches = [b.batch for b in self._batches]
+        context = self._model.max_model_len or max(longest)
         return self._model.load(
             backend,
             context=context,
-            num_blocks=max(*blocks, one),
-            num_seqs=max(b.batch for b in self._batches),
+            num_blocks=max(
+                num_blocks(context),
+                *(b * num_blocks(n) for b, n in zip(batches, longest, strict=True)),
+            ),
+            num_seqs=max(batches),
         )
 
     def _measure(
@@ -156,7 +160,7 @@ class Latency:
         ]
 
 
-def timed(llm: LLM, prompts: Sequence[Sequence[int]], output_lens: Sequence[int]) -> float:
+def timed(llm: LLM, prompts: Sequence[list[int]], output_lens: Sequence[int]) -> float:
     """Return the seconds in which an engine answers greedily with so many tokens each.
 
     Raises:
@@ -165,6 +169,8 @@ def timed(llm: LLM, prompts: Sequence[Sequence[int]], output_lens: Sequence[int]
     params = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in output_lens]
     synchronise(llm)
     began = time.perf_counter()
-    generate(llm, prompts, params)
+    outputs = llm.generate(prompts, params)
     synchronise(llm)
-    return time.perf_counter() - began
+    took = time.perf_counter() - began
+    check_lengths(outputs)
+    return took

@@ -26,6 +26,7 @@ class BenchModel:
 
     Attributes:
         path: of the checkpoint.
+        name: what it is called.
         config: the model's shape.
         device: where.
         dtype: of weights and activations.
@@ -35,6 +36,7 @@ class BenchModel:
     """
 
     path: Path
+    name: str
     config: ModelConfig
     device: DeviceFacts
     dtype: str
@@ -47,6 +49,7 @@ class BenchModel:
         cls,
         path: Path,
         *,
+        name: str,
         device: str,
         dtype: str,
         load_format: str,
@@ -67,6 +70,7 @@ class BenchModel:
             context_limit(asked, config)
         return cls(
             path=path,
+            name=name,
             config=config,
             device=facts,
             dtype=resolve_dtype(asked, config, facts.type),
@@ -78,8 +82,7 @@ class BenchModel:
     @property
     def fields(self) -> dict[str, Any]:
         """What tells rows of this model from those of others."""
-        name = self.path.resolve().name
-        return {"model": name, "load_format": self.load_format, "dtype": self.dtype}
+        return {"model": self.name, "load_format": self.load_format, "dtype": self.dtype}
 
     @property
     def most_tokens(self) -> int:

@@ -149,19 +149,24 @@ def write_freely(llm: LLM, text: Text, starts: Sequence[int]) -> list[Reading]:
 
 
 def generate(
-    llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
 ) -> list[RequestOutput]:
     """Return the outputs of requests that all run to their length.
 
     Raises:
         CheckFailed: one ended otherwise; says why.
     """
-    outputs = llm.generate([list(prompt) for prompt in prompts], list(params))
+    outputs = llm.generate(prompts, params)
+    check_lengths(outputs)
+    return outputs
+
+
+def check_lengths(outputs: Sequence[RequestOutput]) -> None:
+    """Raise CheckFailed if an answer ended before its length; says why."""
     for output in outputs:
         answer = output.outputs[0]
         if answer.finish_reason != "length":
             raise CheckFailed(answer.error or f"a request ended by {answer.finish_reason}")
-    return outputs
 
 
 class _Reader:

@@ -30,6 +30,9 @@ NUM_PROMPT, NUM_TOKENS = 24, 64
 #: The sequences of a batch start at this many places of the answer, so that each stands elsewhere.
 _STARTS = 8
 
+#: Of the references' pools: some dozens of sequences.
+_NUM_BLOCKS = 256
+
 #: In fp32 equal tokens are asked for, so the text must be one in which none is a toss-up.
 _MOST_TEXTS = 8
 
@@ -144,7 +147,8 @@ def gate_lengths(model: BenchModel) -> tuple[int, int]:
 
 @contextmanager
 def _reference(model: BenchModel, dtype: str) -> Iterator[LLM]:
-    llm = model.load(REFERENCE, context=sum(gate_lengths(model)), dtype=dtype)
+    context = sum(gate_lengths(model))
+    llm = model.load(REFERENCE, context=context, dtype=dtype, num_blocks=_NUM_BLOCKS)
     try:
         refuse_others(llm, REFERENCE)
         yield llm

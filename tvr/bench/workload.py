@@ -26,7 +26,7 @@ class Workload:
     """
 
     name: str
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[list[int]]
     output_lens: Sequence[int]
     fields: dict[str, Any]
 

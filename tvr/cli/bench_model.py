@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -155,6 +156,7 @@ def _open(
 
     return BenchModel.open(
         options.model_path(model),
+        name=Path(model).resolve().name if Path(model).exists() else model,
         device=device,
         dtype=dtype,
         load_format=load_format,
