@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -181,17 +182,21 @@ def _silu_mul(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec,
 
 
 def _linear(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec, Call]]:
-    weight = torch.randn(s.width, s.hidden).to(dtype)
     spec: Any = SPECS["linear"]
-    for rows in s.rows:
-        x = torch.randn(rows, s.hidden).to(dtype)
+    for width, rows in itertools.product((s.hidden, 8 * s.hidden), s.rows):
+        x, weight = (torch.randn(n, width).to(dtype) for n in (rows, s.width))
         out = torch.empty(rows, s.width, dtype=dtype)
 
-        def call(bound: BoundOp, x: torch.Tensor = x, out: torch.Tensor = out) -> object:
+        def call(
+            bound: BoundOp,
+            x: torch.Tensor = x,
+            weight: torch.Tensor = weight,
+            out: torch.Tensor = out,
+        ) -> object:
             packed = (weight, None) if bound.pack is None else bound.pack(weight, None)
             return _prepared(bound, step(1, s)).run(x, packed, out=out)
 
-        yield spec(dtype=name, in_features=s.hidden, out_features=s.width, max_rows=8), call
+        yield spec(dtype=name, in_features=width, out_features=s.width, max_rows=8), call
 
 
 def _argmax(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec, Call]]:
