@@ -11,27 +11,30 @@ from tvr.backends.triton.device import let_next_start, wait_for_inputs
 from tvr.backends.triton.launch import Config, Gpu, Kernel
 from tvr.contract import ArgmaxSpec, BoundOp, Bounds
 
-_PROGRAMS_OF_AN_SM = 8
+_WARPS_OF_AN_SM = 32  # where rows are shared: as many as their registers let in
 _PARTIAL_BYTES, _COUNTER_BYTES = 8, 4
 
-_NAN_KEY = tl.constexpr(2**63 - 1)  # above any number's
+_LARGEST_INT32 = tl.constexpr(2**31 - 1)
 _NO_KEY = tl.constexpr(-(2**63))  # below any number's
-_SIGN_OFF = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def key_of(logit, column, has_nan):
-    """Return int64 keys: the largest has the largest logit and, among equals, the lowest id."""
-    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)  # -0 equals 0
+def key_of(logit, id):
+    """Return int64 keys: the largest has the largest logit and, among equals, the lowest id.
+
+    A NaN is the largest of all.
+    """
+    bits = (logit + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0, its equal
     # As integers, floats are in order but for the negative ones, which are in reverse.
-    ordered = tl.where(bits < 0, bits ^ _SIGN_OFF, bits).to(tl.int64)
-    key = (ordered << 32) | (_SIGN_OFF - column)
-    return tl.where(has_nan, _NAN_KEY, key)
+    ordered = tl.where(bits < 0, bits ^ _LARGEST_INT32, bits)
+    ordered = tl.where(logit != logit, _LARGEST_INT32, ordered)
+    return (ordered.to(tl.int64) << 32) | (_LARGEST_INT32 - id)
 
 
 @triton.jit
 def id_of(key):
-    return tl.where(key == _NAN_KEY, -1, _SIGN_OFF - (key & _SIGN_OFF))
+    """Return the id in a key, or -1 for a NaN's."""
+    return tl.where(key >> 32 == _LARGEST_INT32, -1, _LARGEST_INT32 - (key & _LARGEST_INT32))
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -57,22 +60,19 @@ def argmax_kernel(
     parts = tl.num_programs(1)
     begin = part * tiles * BLOCK
     column = tl.arange(0, BLOCK)
-    # What a lane has seen. Its ids come in rising order, so of equals the first is the lowest. Id 0
-    # to begin with is the answer of a row that holds nothing above -inf, and of no other.
+    # What a lane has seen: its largest logit, or NaN for good, and the tile where that came first.
+    # A row that holds nothing above -inf keeps the first tile, and so gets id 0.
     best = tl.full([BLOCK], float("-inf"), tl.float32)
-    best_id = tl.zeros([BLOCK], tl.int32)
-    has_nan = tl.zeros([BLOCK], tl.int1)
+    best_tile = tl.zeros([BLOCK], tl.int32)
     wait_for_inputs(PDL)
     let_next_start(PDL)
     logits += row * row_stride
-    for start in range(begin, tl.minimum(begin + tiles * BLOCK, vocab), BLOCK):
-        inside = start + column < vocab
-        logit = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32)
-        larger = logit > best  # not if it is a NaN
-        best = tl.where(larger, logit, best)
-        best_id = tl.where(larger, start + column, best_id)
-        has_nan |= logit != logit
-    key = tl.max(key_of(best, best_id, has_nan), axis=0)
+    for tile in range(begin, tl.minimum(begin + tiles * BLOCK, vocab), BLOCK):
+        inside = tile + column < vocab
+        logit = tl.load(logits + tile + column, mask=inside, other=float("-inf")).to(tl.float32)
+        best_tile = tl.where(logit > best, tile, best_tile)
+        best = tl.maximum(best, logit, propagate_nan=tl.PropagateNan.ALL)
+    key = tl.max(key_of(best, best_tile + column), axis=0)
     if parts == 1:
         tl.store(out + row, id_of(key))
     else:
@@ -97,11 +97,11 @@ def bind_argmax(spec: ArgmaxSpec, gpu: Gpu) -> BoundOp:
     config = tuned(
         "argmax",
         gpu.sm,
-        Config(num_warps=8, blocks={"BLOCK": 4096, "KEYS": 256}),
+        Config(num_warps=4, blocks={"BLOCK": 2048, "KEYS": 256}),
         dtype=spec.dtype,
     )
     tiles_of_a_row = triton.cdiv(vocab, config.blocks["BLOCK"])
-    most_programs = gpu.num_sms * _PROGRAMS_OF_AN_SM  # where rows are shared
+    most_programs = gpu.num_sms * max(1, _WARPS_OF_AN_SM // config.num_warps)  # of shared rows
     kernel = Kernel(gpu, argmax_kernel, config)
     workspace: dict[str, Tensor] = {}
 

@@ -158,7 +158,7 @@ def bind_add_rms_norm(spec: AddRmsNormSpec, gpu: Gpu) -> BoundOp:
 
 
 def _block(spec: RmsNormSpec) -> int:
-    return min(triton.next_power_of_2(spec.hidden_size), _MOST_KEPT)
+    return int(min(triton.next_power_of_2(spec.hidden_size), _MOST_KEPT))
 
 
 def _config(spec: RmsNormSpec, gpu: Gpu) -> Config:

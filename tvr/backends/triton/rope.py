@@ -51,8 +51,10 @@ def turn_heads(
     inside = exists & (pair < HALF)[None, :]
     first = tl.load(from_head + pair[None, :], mask=inside, other=0.0)
     second = tl.load(from_head + HALF + pair[None, :], mask=inside, other=0.0)
-    cosine = tl.load(angles + pair, mask=pair < HALF, other=0.0)[None, :]
-    sine = tl.load(angles + HALF + pair, mask=pair < HALF, other=0.0)[None, :]
+    # A tile, though its rows are equal: each thread reads the angles of its own pairs, from L1.
+    angle = tl.broadcast_to(angles + pair[None, :], inside.shape)
+    cosine = tl.load(angle, mask=inside, other=0.0)
+    sine = tl.load(angle + HALF, mask=inside, other=0.0)
     a, b = first.to(tl.float32), second.to(tl.float32)
     # Fused in words: left to the compiler, `rope` and `rope_kv_write` might differ in a bit.
     first = tl.fma(a, cosine, -(b * sine)).to(first.dtype)
