@@ -1,0 +1,130 @@
+"""Who reads which keys in a decode step: the rules of the cut, and the plan of a step.
+
+A *bundle* is the query heads that a program works on together: those of one KV head, or a part of
+them where they are too many. A *pair* is a sequence and a bundle. Its keys are cut into *units*:
+tiles of as many tokens as a program takes at a time, or whole splits where the spec fixes them.
+The units of all pairs are laid end to end, sequence after sequence and in it bundle after bundle,
+and each program of the split kernel gets an equal run of them, its *share*.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+import triton
+import triton.language as tl
+
+from tvr.backends.triton.device import let_next_start, wait_for_inputs
+
+#: Sequences, then programs, that the plan takes at a time.
+PLAN_BLOCK = 1024
+
+
+@triton.jit
+def cut(length, max_splits, min_split_tiles, TILE: tl.constexpr, FIXED: tl.constexpr):
+    """Return the tiles of a unit and the units of a pair, for sequences of `length` tokens.
+
+    They follow from the length alone. A sequence without keys has a unit too, of no tokens: whoever
+    gets it writes its zeros.
+    """
+    tiles = (length + TILE - 1) // TILE
+    if FIXED:
+        unit_tiles = tl.maximum(min_split_tiles, (tiles + max_splits - 1) // max_splits)
+    else:
+        unit_tiles = tl.full(tiles.shape, 1, tl.int32)
+    return unit_tiles, tl.maximum((tiles + unit_tiles - 1) // unit_tiles, 1)
+
+
+@triton.jit
+def partials_of(first_unit, num_units, share, FIXED: tl.constexpr):
+    """Return the place of a pair's first partial result, for `slot_of`, and how many there are.
+
+    Shares cut a pair anywhere, so it has a partial for each program that has some of it; fixed
+    splits are partials each. One partial is all there is to know: it goes to the output.
+    """
+    if FIXED:
+        return first_unit, num_units
+    else:
+        first_program = first_unit // share
+        return first_program, (first_unit + num_units - 1) // share - first_program + 1
+
+
+@triton.jit
+def slot_of(first, i, FIXED: tl.constexpr):
+    """Return where the i-th partial of a pair lies among all partials.
+
+    A program has at most two: of the pair that it goes on with from the program before (2 *
+    program), and of the one that it leaves to the next (2 * program + 1).
+    """
+    if FIXED:
+        return first + i
+    else:
+        return 2 * (first + i) + (i == 0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("num_seqs", "num_bundles", "num_programs", "search_steps"),
+        *("max_splits", "min_split_tiles", "solo_tiles"),
+    ]
+)
+def decode_plan_kernel(
+    seq_lens,
+    starts,
+    leads,
+    share_and_total,
+    num_seqs,
+    num_bundles,
+    num_programs,
+    search_steps,
+    max_splits,
+    min_split_tiles,
+    solo_tiles,
+    TILE: tl.constexpr,
+    FIXED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Cut a step into shares; one program, all int32.
+
+    seq_lens [num_seqs]; starts [num_seqs + 1] gets the units of a bundle of the sequences before;
+    leads [3, num_programs] the sequence that a program begins in, its start and its length;
+    share_and_total [2] the units of a program and of all pairs.
+    """
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
+    lanes = tl.arange(0, BLOCK)
+    done = 0
+    longest = 0
+    for first in range(0, num_seqs, BLOCK):
+        seq = first + lanes
+        inside = seq < num_seqs
+        length = tl.load(seq_lens + seq, mask=inside, other=0)
+        units = tl.where(inside, cut(length, max_splits, min_split_tiles, TILE, FIXED)[1], 0)
+        tl.store(starts + seq, done + tl.cumsum(units, 0) - units, mask=inside)
+        done += tl.sum(units, 0)
+        longest = tl.maximum(longest, tl.max(units, 0))
+    tl.store(starts + num_seqs, done)
+    total = done * num_bundles
+    share = tl.maximum((total + num_programs - 1) // num_programs, 1)
+    if not FIXED:
+        # To merge partial results through memory takes about as long as reading a few tiles: where
+        # all sequences are as short as that, pairs stay whole.
+        share = tl.maximum(share, tl.where(longest <= solo_tiles, longest, 1))
+    tl.store(share_and_total, share)
+    tl.store(share_and_total + 1, total)
+    tl.debug_barrier()  # the starts are written, by any thread
+    for first in range(0, num_programs, BLOCK):
+        program = first + lanes
+        # In all bundles of a sequence the same: starts[seq] <= unit < starts[seq + 1].
+        unit = program * share // num_bundles
+        inside = (program < num_programs) & (unit < done)
+        low = tl.zeros([BLOCK], tl.int32)
+        high = low + num_seqs
+        for _ in range(search_steps):
+            middle = (low + high) // 2
+            is_behind = tl.load(starts + middle, mask=inside, other=0) <= unit
+            low = tl.where(is_behind, middle, low)
+            high = tl.where(is_behind, high, middle)
+        tl.store(leads + program, low, mask=inside)
+        start = tl.load(starts + low, mask=inside, other=0)
+        tl.store(leads + num_programs + program, start, mask=inside)
+        length = tl.load(seq_lens + low, mask=inside, other=0)
+        tl.store(leads + 2 * num_programs + program, length, mask=inside)
