@@ -70,9 +70,10 @@ class ModelGate:
         if not self._is_fp32:
             with _reference(model, model.dtype) as llm:
                 readings = read_by_prefill(llm, self.text)
-                readings += read_by_decode(llm, self.text, self._starts(1))
+                # All starts: of more readings the largest error is larger.
+                readings += read_by_decode(llm, self.text, self._starts(_STARTS))
             self.reference_error = max(reading.error for reading in readings)
-            self.limit = tolerance.LOGITS_ERROR_FACTOR * self.reference_error
+            self.limit = tolerance.LOGITS_MAX_ERROR_FACTOR * self.reference_error
 
     def judge(self, llm: LLM, batch: int) -> dict[str, Any]:
         """Return what was found, as JSON-able data: the engine is right.
@@ -131,7 +132,7 @@ class ModelGate:
         if self._is_fp32:
             return "what rounding costs"
         return (
-            f"{tolerance.LOGITS_ERROR_FACTOR:g} times that of {REFERENCE} in the same dtype, "
+            f"{tolerance.LOGITS_MAX_ERROR_FACTOR:g} times that of {REFERENCE} in the same dtype, "
             f"{self.reference_error:.3g}"
         )
 
