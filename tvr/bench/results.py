@@ -92,7 +92,7 @@ def load_results(path: Path) -> Results:
     try:
         header, rows = data["header"], data["rows"]
         found = [(identity(row), row) for row in rows]
-        usable = isinstance(header, dict) and all(isinstance(r["backend"], str) for r in rows)
+        usable = isinstance(header, dict) and all(map(_is_row, rows))
         by_identity = dict(found)
     except (KeyError, TypeError, AttributeError):
         usable, found, by_identity = False, [], {}
@@ -120,6 +120,15 @@ def spread(row: Row, name: str) -> tuple[float, float] | None:
         ends = row.get(f"p10_{name}"), row.get(f"p90_{name}")
     low, high = ends
     return None if low is None or high is None else (low, high)
+
+
+def _is_row(row: Row) -> bool:
+    """Return whether a row names its backend, and its figures are numbers, or null."""
+    figures = [v for n, v in row.items() if _is_measured(n) and n not in _REMARKS]
+    figures += row.get("percentiles", {}).values()
+    return isinstance(row["backend"], str) and all(
+        figure is None or type(figure) in (int, float) for figure in figures
+    )
 
 
 def _is_measured(name: str) -> bool:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 #: Percentiles of fewer say nothing.
 _LEAST_ITERS = 5
 
+#: Tokens of a random prompt and of its answer.
+_RANDOM_LEN = 128
+
 _WORKLOADS = ("random", "nano")
 
 
@@ -110,7 +113,8 @@ def throughput(
         raise ConfigError(
             "--workload nano has lengths of its own; leave out --input-len and --output-len"
         )
-    input_len, output_len = input_len or 128, output_len or 128
+    input_len = _RANDOM_LEN if input_len is None else input_len
+    output_len = _RANDOM_LEN if output_len is None else output_len
     for name, value in (
         ("--num-prompts", num_prompts),
         ("--input-len", input_len),
