@@ -314,3 +314,12 @@ def test_an_interrupt_passes_through():
 
     with pytest.raises(KeyboardInterrupt):
         drawing.find_failure(_cases(), examine, seed=0, max_examples=20)
+
+
+@pytest.mark.parametrize("op", ["attention_decode", "attention_prefill"])
+def test_checks_of_attention_take_the_narrowest_heads(op):
+    """Backends may declare any head_dim: no check may count on channels that are not there."""
+    text = "dtype=float32 num_heads=2 num_kv_heads=1 head_dim=2 block_size=4 q_lens=1 kv_lens=9"
+    results = check_backend(plugin, ops=[op], cases=[f"{text} seed=0"])
+    assert sum(result.outcome == "passed" for result in results) > 10
+    assert not any(result.failed for result in results), format_results(results)
