@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from tvr.backends.triton.configs import tuned
-from tvr.backends.triton.decode_kernels import combine_kernel, split_kernel
+from tvr.backends.triton.decode_kernels import BUNDLE, split_kernel
 from tvr.backends.triton.decode_plan import PLAN_BLOCK, decode_plan_kernel
 from tvr.backends.triton.decode_workspace import Layout, num_parts, split_rule
 from tvr.backends.triton.launch import Config, Gpu, Kernel
@@ -17,12 +17,12 @@ from tvr.contract import AttentionDecodeSpec, BoundOp, Bounds, StepMeta
 #: To merge a pair's partial results takes about as long as to read so many tiles.
 _SOLO_TILES = 8
 
-#: fp32 values of partial results that a program of the second kernel loads at once.
-_COMBINE_VALUES = 8192
+#: Of a multiprocessor.
+_REGISTERS = 65536
 
 
 def bind_attention_decode(spec: AttentionDecodeSpec, gpu: Gpu) -> BoundOp:
-    """Bind the plan, which is made once a step, and the two kernels of each layer."""
+    """Bind the plan, which is made once a step, and the kernel of each layer."""
     decode = _Decode(spec, gpu)
     return BoundOp(
         run=decode.run,
@@ -33,12 +33,13 @@ def bind_attention_decode(spec: AttentionDecodeSpec, gpu: Gpu) -> BoundOp:
 
 
 class _Decode:
-    """`decode_plan_kernel` once a step, `split_kernel` and `combine_kernel` in each layer."""
+    """`decode_plan_kernel` once a step, `split_kernel` in each layer."""
 
     def __init__(self, spec: AttentionDecodeSpec, gpu: Gpu) -> None:
         config = _config(spec, gpu)
         blocks = dict(config.blocks)
-        self._num_programs = gpu.num_sms * blocks.pop("PROGRAMS")
+        programs = blocks.pop("PROGRAMS")
+        self._num_programs = gpu.num_sms * programs
         self._spec = spec
         self._tile = blocks["TILE"]
         self._rule = split_rule(spec, self._tile)
@@ -55,14 +56,9 @@ class _Decode:
             replace(config, blocks=shape),
             HEAD_DIM=spec.head_dim,
             SLICES=config.num_warps,
-        )
-        width = 1 << (spec.head_dim - 1).bit_length()
-        self._combine = Kernel(
-            gpu,
-            combine_kernel,
-            Config(num_warps=4, num_stages=1, blocks=shape),
-            HEAD_DIM=spec.head_dim,
-            PARTIALS=_COMBINE_VALUES // width,
+            # An option of the compiler, which else takes what keeps programs from being there.
+            maxnreg=min(255, _REGISTERS // (programs * 32 * config.num_warps) // 8 * 8),
+            ROWS=_power_of_two(min(spec.group_size, BUNDLE)),
         )
 
     def workspace_bytes(self, bounds: Bounds) -> int:
@@ -85,6 +81,7 @@ class _Decode:
             self._parts["starts"],
             self._parts["leads"],
             self._parts["share_and_total"],
+            self._parts["counters"],
             step.num_seqs,
             self._num_bundles,
             self._num_programs,
@@ -109,9 +106,6 @@ class _Decode:
         if step.num_seqs == 0:
             return out
         spec, parts = self._spec, self._parts
-        partials = parts["partial_o"], parts["partial_m"], parts["partial_mass"]
-        heads = spec.num_heads, self._num_bundles, num_parts(spec), spec.group_size
-        splits = self._rule.max_splits, self._rule.min_split_tiles
         self._split(
             (self._num_programs,),
             q,
@@ -122,7 +116,10 @@ class _Decode:
             parts["starts"],
             parts["leads"],
             parts["share_and_total"],
-            *partials,
+            parts["counters"],
+            parts["partial_o"],
+            parts["partial_m"],
+            parts["partial_mass"],
             out,
             lse,
             scale * math.log2(math.e),
@@ -133,27 +130,25 @@ class _Decode:
             step.block_table.stride(0),
             step.num_seqs,
             self._num_programs,
-            *heads,
+            spec.num_heads,
+            self._num_bundles,
+            num_parts(spec),
+            spec.group_size,
             spec.block_size.bit_length() - 1,
-            *splits,
-        )
-        self._combine(
-            (step.num_seqs, spec.num_heads),
-            step.seq_lens,
-            parts["starts"],
-            parts["share_and_total"],
-            *partials,
-            out,
-            lse,
-            *heads,
-            *splits,
+            self._rule.max_splits,
+            self._rule.min_split_tiles,
         )
         return out
 
 
+def _power_of_two(n: int) -> int:
+    """Return the next one."""
+    return 1 << (n - 1).bit_length()
+
+
 def _config(spec: AttentionDecodeSpec, gpu: Gpu) -> Config:
     """Return the tiling of the split kernel; PROGRAMS of it are on a multiprocessor."""
-    width = 1 << (spec.head_dim - 1).bit_length()
+    width = _power_of_two(spec.head_dim)
     if spec.dtype == "float32":
         # Without matrix units there are too few registers for loads that run ahead.
         warps = 4 if width <= 128 else 2
@@ -161,5 +156,5 @@ def _config(spec: AttentionDecodeSpec, gpu: Gpu) -> Config:
     else:
         # At most 96 KiB of shared memory, which every GPU has, and as many programs as registers.
         stages = {128: 4, 256: 2}.get(width, 4)
-        default = Config(4, stages, {"TILE": 64, "PROGRAMS": 3 if width <= 64 else 2})
+        default = Config(4, stages, {"TILE": 64, "PROGRAMS": 4 if width <= 64 else 2})
     return tuned("attention_decode", gpu.sm, default, dtype=spec.dtype, head_dim=spec.head_dim)

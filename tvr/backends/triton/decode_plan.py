@@ -18,45 +18,9 @@ PLAN_BLOCK = 1024
 
 
 @triton.jit
-def cut(length, max_splits, min_split_tiles, TILE: tl.constexpr, FIXED: tl.constexpr):
-    """Return the tiles of a unit and the units of a pair, for sequences of `length` tokens.
-
-    They follow from the length alone. A sequence without keys has a unit too, of no tokens: whoever
-    gets it writes its zeros.
-    """
-    tiles = (length + TILE - 1) // TILE
-    if FIXED:
-        unit_tiles = tl.maximum(min_split_tiles, (tiles + max_splits - 1) // max_splits)
-    else:
-        unit_tiles = tl.full(tiles.shape, 1, tl.int32)
-    return unit_tiles, tl.maximum((tiles + unit_tiles - 1) // unit_tiles, 1)
-
-
-@triton.jit
-def partials_of(first_unit, num_units, share, FIXED: tl.constexpr):
-    """Return the place of a pair's first partial result, for `slot_of`, and how many there are.
-
-    Shares cut a pair anywhere, so it has a partial for each program that has some of it; fixed
-    splits are partials each. One partial is all there is to know: it goes to the output.
-    """
-    if FIXED:
-        return first_unit, num_units
-    else:
-        first_program = first_unit // share
-        return first_program, (first_unit + num_units - 1) // share - first_program + 1
-
-
-@triton.jit
-def slot_of(first, i, FIXED: tl.constexpr):
-    """Return where the i-th partial of a pair lies among all partials.
-
-    A program has at most two: of the pair that it goes on with from the program before (2 *
-    program), and of the one that it leaves to the next (2 * program + 1).
-    """
-    if FIXED:
-        return first + i
-    else:
-        return 2 * (first + i) + (i == 0)
+def unit_tiles_of(tiles, max_splits, min_split_tiles):
+    """Return the tiles of a fixed split; they follow from those of its sequence alone."""
+    return tl.maximum(min_split_tiles, (tiles + max_splits - 1) // max_splits)
 
 
 @triton.jit(
@@ -70,6 +34,7 @@ def decode_plan_kernel(
     starts,
     leads,
     share_and_total,
+    counters,
     num_seqs,
     num_bundles,
     num_programs,
@@ -85,8 +50,10 @@ def decode_plan_kernel(
     """Cut a step into shares; one program, all int32.
 
     seq_lens [num_seqs]; starts [num_seqs + 1] gets the units of a bundle of the sequences before;
-    leads [3, num_programs] the sequence that a program begins in, its start and its length;
-    share_and_total [2] the units of a program and of all pairs.
+    leads [4, num_programs] the sequence that a program begins in, its start, the next one's start
+    and its length; share_and_total [2] the units of a program and of all pairs; counters zeros.
+
+    A sequence without keys has a unit too, of no tokens: whoever gets it writes its zeros.
     """
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -97,7 +64,11 @@ def decode_plan_kernel(
         seq = first + lanes
         inside = seq < num_seqs
         length = tl.load(seq_lens + seq, mask=inside, other=0)
-        units = tl.where(inside, cut(length, max_splits, min_split_tiles, TILE, FIXED)[1], 0)
+        units = tl.maximum((length + TILE - 1) // TILE, 1)
+        if FIXED:
+            unit_tiles = unit_tiles_of(units, max_splits, min_split_tiles)
+            units = (units + unit_tiles - 1) // unit_tiles
+        units = tl.where(inside, units, 0)
         tl.store(starts + seq, done + tl.cumsum(units, 0) - units, mask=inside)
         done += tl.sum(units, 0)
         longest = tl.maximum(longest, tl.max(units, 0))
@@ -110,13 +81,17 @@ def decode_plan_kernel(
         share = tl.maximum(share, tl.where(longest <= solo_tiles, longest, 1))
     tl.store(share_and_total, share)
     tl.store(share_and_total + 1, total)
+    num_counters = total if FIXED else num_programs
+    for first in range(0, num_counters, BLOCK):
+        counter = first + lanes
+        tl.store(counters + counter, tl.full([BLOCK], 0, tl.int32), mask=counter < num_counters)
     tl.debug_barrier()  # the starts are written, by any thread
     for first in range(0, num_programs, BLOCK):
         program = first + lanes
         # In all bundles of a sequence the same: starts[seq] <= unit < starts[seq + 1].
         unit = program * share // num_bundles
         inside = (program < num_programs) & (unit < done)
-        low = tl.zeros([BLOCK], tl.int32)
+        low = tl.full([BLOCK], 0, tl.int32)
         high = low + num_seqs
         for _ in range(search_steps):
             middle = (low + high) // 2
@@ -126,5 +101,7 @@ def decode_plan_kernel(
         tl.store(leads + program, low, mask=inside)
         start = tl.load(starts + low, mask=inside, other=0)
         tl.store(leads + num_programs + program, start, mask=inside)
+        next_start = tl.load(starts + low + 1, mask=inside, other=0)
+        tl.store(leads + 2 * num_programs + program, next_start, mask=inside)
         length = tl.load(seq_lens + low, mask=inside, other=0)
-        tl.store(leads + 2 * num_programs + program, length, mask=inside)
+        tl.store(leads + 3 * num_programs + program, length, mask=inside)

@@ -75,8 +75,9 @@ class Layout:
         num_rows = num_slots * min(spec.group_size, BUNDLE)
         self._items = {
             "starts": bounds.max_num_seqs + 1,
-            "leads": 3 * num_programs,
+            "leads": 4 * num_programs,
             "share_and_total": 2,
+            "counters": num_slots,
             "partial_m": num_rows,
             "partial_mass": num_rows,
             "partial_o": num_rows * spec.head_dim,
