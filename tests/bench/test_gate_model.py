@@ -187,6 +187,13 @@ def test_a_short_context_has_a_shorter_text(tmp_path):
     assert NUM_PROMPT + NUM_TOKENS <= 128
 
 
+def test_a_long_context_takes_no_more_of_the_references(tmp_path):
+    """Their pool holds the text, and would be too small for one request of that length."""
+    folder = save_config(tmp_path / "long", max_position_embeddings=1 << 17)
+    gate = ModelGate(open_model(folder, dtype="bfloat16", max_model_len=1 << 17))
+    assert len(gate.text.tokens) == NUM_TOKENS
+
+
 def test_the_reference_must_be_torch_alone(tmp_path, monkeypatch):
     from tvr.core.ops import OpTable
 

@@ -111,7 +111,7 @@ class BenchModel:
 
         Args:
             backend: its name.
-            context: tokens of the longest request.
+            context: most tokens of a request.
             dtype: None: the model's.
             num_blocks: as in `EngineConfig`.
             num_seqs: requests that must run at once.
@@ -125,7 +125,7 @@ class BenchModel:
             backend=backend,
             dtype=dtype or self.dtype,
             device=str(self.device),
-            max_model_len=self.max_model_len or context,
+            max_model_len=context,
             num_blocks=num_blocks,
             max_num_seqs=num_seqs if num_seqs > default else None,
             enable_prefix_caching=False,

@@ -63,7 +63,8 @@ class Throughput:
     def _serve(self, backend: str, gate: ModelGate) -> tuple[list[float], dict[str, Any]]:
         """Return the seconds of each run, and facts for the row."""
         workload = self._workload
-        context = max(workload.longest, sum(gate_lengths(self._model)))
+        longest = max(workload.longest, sum(gate_lengths(self._model)))
+        context = self._model.max_model_len or longest
         llm = self._model.load(backend, context=context)
         try:
             num_running = min(len(workload.prompts), llm.limits.max_num_seqs)
