@@ -32,7 +32,9 @@ def attention_calls(cell: AttentionCell, buffers: Buffers, num_sets: int) -> lis
     q, out = buffers.normal("q", rows, dtype), buffers.unfilled("out", rows, dtype)
     order = torch.randperm(num_blocks, generator=buffers.generator, device=buffers.device)
     # [S, max_blocks]; what lies past the end of a shorter sequence is read by nobody
-    table = torch.nn.utils.rnn.pad_sequence(list(torch.split(order.int(), counts)), batch_first=True)
+    table = torch.nn.utils.rnn.pad_sequence(
+        list(torch.split(order.int(), counts)), batch_first=True
+    )
     step = _step(cell, table)
     calls = []
     for s in range(num_sets):
