@@ -32,7 +32,7 @@ def linear_plain_kernel(
     weight_stride,
     ROWS: tl.constexpr,
     PACK: tl.constexpr,
-    LOOP: tl.constexpr,
+    TILES: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     PDL: tl.constexpr,
@@ -40,7 +40,7 @@ def linear_plain_kernel(
     """out = x @ weight^T + bias by multiply-adds in fp32; a program takes BN output features.
 
     x [num_rows, in_features], weight [out_features, in_features], bias [out_features] or None,
-    out [num_rows, out_features]; num_rows is at most ROWS. LOOP: in_features is more than BK.
+    out [num_rows, out_features]; num_rows is at most ROWS, TILES * BK at least in_features.
 
     A thread keeps to the columns of its loads of PACK numbers, and sums them for each weight row
     and each row of x by itself: only what is left at the end goes from thread to thread.
@@ -61,21 +61,22 @@ def linear_plain_kernel(
     x_at = x + row.to(tl.int64)[:, None, None] * x_stride + column
     is_row = row[:, None, None] < num_rows
     sums = tl.zeros([ROWS, BN, BK // PACK], tl.float32)
-    if LOOP:
-        for start in range(0, in_features, BK):
-            left = in_features - start - BK
+    for tile in tl.static_range(TILES):
+        left = in_features - tile * BK
+        xs = tl.load(x_at + tile * BK, mask=is_row & (column < left), other=0.0)
+        if tile + 1 < TILES:
             next_weights = tl.load(
-                weight_at + (start + BK),
-                mask=column < left,
+                weight_at + (tile + 1) * BK,
+                mask=column < left - BK,
                 other=0.0,
                 eviction_policy="evict_first",
             )
-            xs = tl.load(x_at + start, mask=is_row & (column < left + BK), other=0.0)
+        # Always so. Without a branch the compiler moves loads between the products, to save
+        # registers, and each of them waits for its own.
+        if left > 0:
             sums += products_of_packs(xs, weights, PACK)
+        if tile + 1 < TILES:
             weights = next_weights
-    else:
-        xs = tl.load(x_at, mask=is_row & (column < in_features), other=0.0)
-        sums += products_of_packs(xs, weights, PACK)
     store_sums(tl.sum(sums, axis=2), bias, out, row, feature, num_rows, out_features)
 
 
@@ -99,7 +100,7 @@ def linear_dot_kernel(
     out_features,
     x_stride,
     weight_stride,
-    LOOP: tl.constexpr,
+    TILES: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     PARTS: tl.constexpr,
@@ -137,21 +138,20 @@ def linear_dot_kernel(
     x_at = x + row.to(tl.int64)[:, None] * x_stride + x_column
     is_row = row[:, None] < num_rows
     sums = tl.zeros([PARTS, 8, BN], tl.float32)
-    if LOOP:
-        for start in range(0, in_features, BK):
-            left = in_features - start - BK
+    for tile in tl.static_range(TILES):
+        left = in_features - tile * BK
+        xs = tl.load(x_at + tile * BK, mask=is_row & (x_column < left), other=0.0)
+        if tile + 1 < TILES:
             next_weights = tl.load(
-                weight_at + (start + BK),
-                mask=column < left,
+                weight_at + (tile + 1) * BK,
+                mask=column < left - BK,
                 other=0.0,
                 eviction_policy="evict_first",
             )
-            xs = tl.load(x_at + start, mask=is_row & (x_column < left + BK), other=0.0)
+        if left > 0:  # always, as above
             sums = add_dot(sums, xs, weights)
+        if tile + 1 < TILES:
             weights = next_weights
-    else:
-        xs = tl.load(x_at, mask=is_row & (x_column < in_features), other=0.0)
-        sums = add_dot(sums, xs, weights)
     feature = first + tl.arange(0, BN)
     store_sums(tl.sum(sums, axis=0), bias, out, tl.arange(0, 8), feature, num_rows, out_features)
 
@@ -221,20 +221,24 @@ def _launch(spec: LinearSpec, gpu: Gpu, rows: int) -> tuple[Kernel, int]:
     pack = _PACK[spec.dtype]
     # One row costs plain multiply-adds less than the loads; tensor cores would round fp32 to TF32.
     is_plain = rows == 1 or spec.dtype == "float32"
-    # A load of 16 bytes of each of 8 weight rows a thread: 32 KB of a program are under way.
-    blocks = {"BN": 8, "BK": _THREADS * pack}
+    # Eight loads of 16 bytes a thread, 32 KB of a program, are under way before anything waits.
+    # Multiply-adds take whole weight rows at once, down to 2, and then never load behind the wait.
+    least, blocks = _THREADS * pack, {"BN": 8, "BK": _THREADS * pack, "PARTS": 32}
+    if is_plain:
+        columns = min(max(triton.next_power_of_2(spec.in_features), least), 4 * least)
+        blocks = {"BN": 8 * least // columns, "BK": columns}
     config = tuned(
         "linear_plain" if is_plain else "linear_dot",
         gpu.sm,
-        Config(_THREADS // 32, 1, blocks if is_plain else {**blocks, "PARTS": 16}),
+        Config(_THREADS // 32, 1, blocks),
         dtype=spec.dtype,
         in_features=spec.in_features,
         out_features=spec.out_features,
         rows=rows,
     )
-    loop = spec.in_features > config.blocks["BK"]
+    tiles = -(-spec.in_features // config.blocks["BK"])
     if is_plain:
-        kernel = Kernel(gpu, linear_plain_kernel, config, ROWS=rows, PACK=pack, LOOP=loop)
+        kernel = Kernel(gpu, linear_plain_kernel, config, ROWS=rows, PACK=pack, TILES=tiles)
     else:
-        kernel = Kernel(gpu, linear_dot_kernel, config, LOOP=loop)
+        kernel = Kernel(gpu, linear_dot_kernel, config, TILES=tiles)
     return kernel, -(-spec.out_features // config.blocks["BN"])
