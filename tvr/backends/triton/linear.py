@@ -13,8 +13,6 @@ from tvr.errors import KernelError
 
 _MOST_ROWS = 8
 
-_THREADS = 256
-
 #: Elements of 16 bytes.
 _PACK = {"float32": 4, "float16": 8, "bfloat16": 8}
 
@@ -221,16 +219,22 @@ def _launch(spec: LinearSpec, gpu: Gpu, rows: int) -> tuple[Kernel, int]:
     pack = _PACK[spec.dtype]
     # One row costs plain multiply-adds less than the loads; tensor cores would round fp32 to TF32.
     is_plain = rows == 1 or spec.dtype == "float32"
-    # Eight loads of 16 bytes a thread, 32 KB of a program, are under way before anything waits.
-    # Multiply-adds take whole weight rows at once, down to 2, and then never load behind the wait.
-    least, blocks = _THREADS * pack, {"BN": 8, "BK": _THREADS * pack, "PARTS": 32}
+    # Eight loads of 16 bytes a thread are under way before anything waits: all that a program of
+    # 256 threads needs of 8 rows of `columns`.
+    num_warps, columns = 8, 256 * pack
+    blocks = {"BN": 8, "BK": columns, "PARTS": 32}
     if is_plain:
-        columns = min(max(triton.next_power_of_2(spec.in_features), least), 4 * least)
-        blocks = {"BN": 8 * least // columns, "BK": columns}
+        # Of wider rows fewer, down to 2.
+        width = min(max(triton.next_power_of_2(spec.in_features), columns), 4 * columns)
+        blocks = {"BN": 8 * columns // width, "BK": width}
+    elif spec.in_features > columns:
+        # The next tile is loaded meanwhile, which takes so many registers that 4 warps, not 8, let
+        # two programs share a multiprocessor.
+        num_warps, blocks = 4, {"BN": 8, "BK": columns // 2, "PARTS": 16}
     config = tuned(
         "linear_plain" if is_plain else "linear_dot",
         gpu.sm,
-        Config(_THREADS // 32, 1, blocks),
+        Config(num_warps, 1, blocks),
         dtype=spec.dtype,
         in_features=spec.in_features,
         out_features=spec.out_features,
