@@ -176,7 +176,7 @@ def attend(
     return base, total, result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_kv_heads", "group_size", "block_shift"])
 def prefill_kernel(
     q,
     k,
