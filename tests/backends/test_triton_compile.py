@@ -1,0 +1,77 @@
+"""The Triton backend's kernels compile for GPUs that are not here."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from tvr.contract import DTYPES, OPS
+
+pytestmark = pytest.mark.slow
+
+TESTS = Path(__file__).parents[1]
+SMS = ("80", "90", "120")
+LINE = re.compile(r"(\w+) sm_(\d+) (\w+)  (\w+): \d+ registers, (\d+) bytes spilled, .*")
+
+
+def compile_all(
+    cache: Path, *options: str, sms: tuple[str, ...] = SMS, dtypes: tuple[str, ...] = DTYPES
+) -> dict[tuple[str, str, str], dict[str, int]]:
+    """Return the kernels and the bytes they spill, by (op, sm, dtype), of a process of its own.
+
+    It warns of nothing, and finds nothing compiled in the cache.
+    """
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"PYTHONPATH": str(TESTS), "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", "-m", "support.compile_triton", *options]
+    done = subprocess.run(
+        [*command, "--sm", ",".join(sms), "--dtype", ",".join(dtypes)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    found: dict[tuple[str, str, str], dict[str, int]] = defaultdict(dict)
+    for line in done.stdout.splitlines():
+        op, sm, dtype, kernel, spilled = LINE.fullmatch(line).groups()
+        found[op, sm, dtype][kernel] = max(int(spilled), found[op, sm, dtype].get(kernel, 0))
+    return dict(found)
+
+
+def spilled_in_decode(found: dict[tuple[str, str, str], dict[str, int]]) -> dict[object, object]:
+    """Return what decode spills: there all that is worked on has to be in registers."""
+    return {
+        of: kernels
+        for of, kernels in found.items()
+        if of[0] == "attention_decode"
+        if any(kernels.values())
+    }
+
+
+def test_every_kernel_compiles_for_every_gpu_and_dtype(tmp_path):
+    found = compile_all(tmp_path)
+    assert set(found) == set(product(OPS, SMS, DTYPES))
+    assert spilled_in_decode(found) == {}
+
+
+def test_attention_of_larger_heads_compiles_for_every_gpu(tmp_path):
+    ops, half = ("attention_decode", "attention_prefill"), ("float16", "bfloat16")
+    found = compile_all(tmp_path, *ops, "--head-dim", "128", dtypes=half)
+    assert set(found) == set(product(ops, SMS, half))
+    assert spilled_in_decode(found) == {}
+
+
+def test_kernels_compile_where_every_integer_is_1(tmp_path):
+    """Triton makes such arguments constants, on which some operations do not exist."""
+    dtypes = ("float32", "bfloat16")
+    found = compile_all(tmp_path, "--ones", sms=("90",), dtypes=dtypes)
+    assert set(found) == set(product(OPS, ("90",), dtypes))
