@@ -149,12 +149,15 @@ def _power_of_two(n: int) -> int:
 def _config(spec: AttentionDecodeSpec, gpu: Gpu) -> Config:
     """Return the tiling of the split kernel; PROGRAMS of it are on a multiprocessor."""
     width = _power_of_two(spec.head_dim)
-    if spec.dtype == "float32":
+    if gpu.sm == 0:
+        # The interpreter: small tiles, so that its short sequences have several and are cut.
+        default = Config(2, 1, {"TILE": 32, "PROGRAMS": 1})
+    elif spec.dtype == "float32":
         # Without matrix units there are too few registers for loads that run ahead.
         warps = 4 if width <= 128 else 2
         default = Config(warps, 1, {"TILE": 16 * warps, "PROGRAMS": 2})
     else:
         # At most 96 KiB of shared memory, which every GPU has, and as many programs as registers.
-        stages = {128: 4, 256: 2}.get(width, 4)
+        stages = 4 if width <= 128 else 2
         default = Config(4, stages, {"TILE": 64, "PROGRAMS": 4 if width <= 64 else 2})
     return tuned("attention_decode", gpu.sm, default, dtype=spec.dtype, head_dim=spec.head_dim)

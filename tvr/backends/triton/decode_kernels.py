@@ -215,21 +215,22 @@ def split_kernel(
         first_head = kv_head * group_size + first_row
         seq_long = tl.cast(seq, tl.int64)
 
+        # First the block ids, since keys and values wait for them, then all that need not.
+        first_token = of_pair * tokens_of_unit
+        last_token = tl.minimum(length, first_token + take * tokens_of_unit)
+        table = block_table + seq_long * table_stride
+        token = first_token + token_of_tile
+        pages = tl.load(table + (token >> block_shift), mask=token < last_token, other=0)
         q_rows = q + seq_long * q_seq_stride + (first_head + row) * q_head_stride
         is_output = is_row[:, None] & (channel < HEAD_DIM)[None, :]
         queries = tl.load(q_rows[:, None] + channel[None, :], mask=is_output, other=0.0)
         queries = tl.broadcast_to(queries[None], [SLICES, _BUNDLE, CHANNELS])
-        table = block_table + seq_long * table_stride
         k_head = k_cache + (kv_head << block_shift) * HEAD_DIM
         v_head = v_cache + (kv_head << block_shift) * HEAD_DIM
 
-        first_token = of_pair * tokens_of_unit
-        last_token = tl.minimum(length, first_token + take * tokens_of_unit)
         m = tl.full([SLICES, _BUNDLE], float("-inf"), tl.float32)
         mass = tl.full([SLICES, _BUNDLE], 0.0, tl.float32)
         o = tl.full([SLICES, _BUNDLE, CHANNELS], 0.0, tl.float32)
-        token = first_token + token_of_tile
-        pages = tl.load(table + (token >> block_shift), mask=token < last_token, other=0)
         for tile_token in range(first_token, last_token, TILE):
             token = tile_token + token_of_tile
             # Rows past the end must be zeros, not be weighted with zero: they may hold NaN.
