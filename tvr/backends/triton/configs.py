@@ -28,6 +28,7 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 #: What the header says of each architecture: on what and with what its entries were measured.
 _FACTS = ("gpu", "triton", "torch")
+_HALVES = ("float16", "bfloat16")
 _REMEDY = "install tvr again, or make the table again with tools/tune_triton.py"
 
 
@@ -53,8 +54,10 @@ def tuned(op: str, sm: int, default: Config, **shape_class: int | str) -> Config
 
 
 def key(op: str, sm: int, shape_class: Mapping[str, int | str]) -> Key:
-    """Return what a table knows a configuration by."""
-    return op, sm, frozenset(shape_class.items())
+    """Return what a table knows a configuration by: fp16 and bf16, as fast as each other, are one."""
+    dtype = shape_class.get("dtype")
+    shape = {**shape_class, "dtype": "half"} if dtype in _HALVES else shape_class
+    return op, sm, frozenset(shape.items())
 
 
 @cache
