@@ -54,7 +54,7 @@ def tuned(op: str, sm: int, default: Config, **shape_class: int | str) -> Config
 
 
 def key(op: str, sm: int, shape_class: Mapping[str, int | str]) -> Key:
-    """Return what a table knows a configuration by: fp16 and bf16, as fast as each other, are one."""
+    """Return what a table knows a configuration by; fp16 and bf16 are as fast, and one."""
     dtype = shape_class.get("dtype")
     shape = {**shape_class, "dtype": "half"} if dtype in _HALVES else shape_class
     return op, sm, frozenset(shape.items())

@@ -56,12 +56,13 @@ OP_MODULES = {
 def backend_info() -> BackendInfo:
     """Return what the kernels serve."""
 
-    def boxes(*fields: str, **axes: Any) -> list[Box]:  # noqa: ANN401
+    flags = frozenset({"deterministic", "batch_invariant"})
+
+    def boxes(*fields: str, on_cpu: frozenset[str] = flags, **axes: Any) -> list[Box]:  # noqa: ANN401
         own: dict[str, Any] = axes | {"fields": frozenset(fields)}
-        flags = frozenset({"deterministic", "batch_invariant"})
         return [
             # First, so that bfloat16 on a CPU is refused for its dtype.
-            Box(dtypes=INTERPRETED_DTYPES, devices=("cpu",), flags=flags, **own),
+            Box(dtypes=INTERPRETED_DTYPES, devices=("cpu",), flags=on_cpu, **own),
             Box(dtypes=DTYPES, min_sm=MIN_SM, flags=flags | {"cuda_graph"}, **own),
         ]
 
@@ -77,7 +78,12 @@ def backend_info() -> BackendInfo:
             "kv_write": boxes(**paged),
             "rope_kv_write": boxes("rotary_dim", **paged),
             "attention_decode": boxes("return_lse", "max_splits", **paged),
-            "attention_prefill": boxes("return_lse", "max_splits", "max_q_len", **paged),
+            # NumPy's products give a row other bits where it stands elsewhere in its tile.
+            "attention_prefill": boxes(
+                *("return_lse", "max_splits", "max_q_len"),
+                on_cpu=flags - {"batch_invariant"},
+                **paged,
+            ),
             "silu_mul": boxes(),
             "linear": boxes("bias", "out_dtype", max_rows=SMALL_BATCH_ROWS),
             "argmax": boxes(),
