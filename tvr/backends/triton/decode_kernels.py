@@ -53,13 +53,14 @@ def store_result(o, m, mass, out, lse, rows, is_row, HEAD_DIM: tl.constexpr):
     A row of no keys gives zeros and lse -inf.
     """
     channel = tl.arange(0, o.shape[1])
-    result = o / tl.where(mass == 0.0, 1.0, mass)[:, None]
+    filled = tl.where(mass == 0.0, 1.0, mass)
+    result = o / filled[:, None]
     places = out + rows[:, None] * HEAD_DIM + channel[None, :]
     inside = is_row[:, None] & (channel < HEAD_DIM)[None, :]
     tl.store(places, result.to(out.dtype.element_ty), mask=inside)
     if lse is not None:
-        log_mass = tl.where(mass == 0.0, float("-inf"), m + tl.log2(mass))
-        tl.store(lse + rows, log_mass * _LN_2, mask=is_row)
+        # Of no keys, m is -inf, and so is the sum.
+        tl.store(lse + rows, (m + tl.log2(filled)) * _LN_2, mask=is_row)
 
 
 @triton.jit
