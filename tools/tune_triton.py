@@ -54,27 +54,26 @@ DECODE_SIZES = ((1, 1024), (1, 32768), (8, 8192), (64, 1024), (64, 4096))
 PREFILL_SIZES = ((1, 2048), (1, 8192))
 CPU_SIZES = ((1, 8),)
 
-_HEADS: dict[str, tuple[int, ...]] = {"num_warps": (1, 2, 4, 8), "HEADS": (2, 4, 8, 16)}
+_HEADS: dict[str, tuple[int, ...]] = {"num_warps": (1, 2, 4), "HEADS": (4, 8, 16, 32)}
 #: What is tried of a kernel, by the name under which it looks itself up: every combination; what is
 #: not named stays. Of other kernels it is each number halved and doubled, or one less and one more.
 SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     "attention_decode": {
-        "num_warps": (2, 4),
-        "num_stages": (2, 3, 4, 5),
+        "num_stages": (2, 3, 4, 5, 6),
+        "TILE": (64, 128),
         "PROGRAMS": (1, 2, 3, 4),
     },
     "attention_prefill": {
-        "num_warps": (4, 8),
         "num_stages": (2, 3, 4),
-        "ROWS": (64, 128),
         "KEYS": (64, 128),
         "LAG": (1, 2),
+        "SOURCES": (1, 2),
     },
-    "linear_plain": {"num_warps": (4, 8), "BN": (2, 4, 8), "BK": (2048, 4096, 8192)},
+    "linear_plain": {"num_warps": (4, 8, 16), "BN": (1, 2, 4, 8, 16), "BK": (2048, 4096, 8192)},
     "linear_dot": {
         "num_warps": (4, 8),
         "BN": (8, 16),
-        "BK": (2048, 4096),
+        "BK": (1024, 2048, 4096),
         "PARTS": (16, 32),
     },
     "silu_mul": {"num_warps": (4, 8), "BLOCK": (1024, 2048, 4096)},
