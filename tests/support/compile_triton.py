@@ -11,6 +11,9 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import re
+import subprocess
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -31,18 +34,24 @@ NUM_SMS = {80: 108, 90: 132, 120: 170}
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel and what it takes."""
+    """A compiled kernel and what it takes.
+
+    Attributes:
+        spilled_bytes: what a thread keeps in local memory for want of registers.
+        spills_in_loops: instructions of innermost loops that store or load such a thing.
+    """
 
     name: str
     registers: int
     spilled_bytes: int
+    spills_in_loops: int
     shared_bytes: int
     ptx: str
 
     def __str__(self) -> str:
         return (
             f"{self.name}: {self.registers} registers, {self.spilled_bytes} bytes spilled, "
-            f"{self.shared_bytes} bytes of shared memory"
+            f"{self.spills_in_loops} times in loops, {self.shared_bytes} bytes of shared memory"
         )
 
 
@@ -95,30 +104,49 @@ class AbsentGpu:
         options: dict[str, Any],
     ) -> None:
         made = kernel.warmup(*args, grid=grid, **constants, **options)
-        registers, spilled = resources(made.asm["cubin"], made.metadata.name)
         found = Compiled(
-            made.metadata.name, registers, spilled, made.metadata.shared, made.asm["ptx"]
+            made.metadata.name,
+            *resources(made.asm["cubin"], made.metadata.name),
+            made.metadata.shared,
+            made.asm["ptx"],
         )
         if found not in self.compiled:
             self.compiled.append(found)
 
 
-def resources(cubin: bytes, name: str) -> tuple[int, int]:
-    """Return registers and spilled bytes of a kernel, from the cubin's own section of facts."""
-    import re
-    import subprocess
-    import tempfile
-
-    tool = triton.knobs.nvidia.cuobjdump.path
+def resources(cubin: bytes, name: str) -> tuple[int, int, int]:
+    """Return registers, spilled bytes and spills in loops of a kernel, from its machine code."""
+    tools = triton.knobs.nvidia
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        )
-    found = re.search(rf"Function {re.escape(name)}:\s+REG:(\d+) STACK:(\d+)", done.stdout)
-    assert found, done.stdout
-    return int(found[1]), int(found[2])
+        usage = _output(tools.cuobjdump.path, "-res-usage", file.name)
+        found = re.search(rf"Function {re.escape(name)}:\s+REG:(\d+) STACK:(\d+)", usage)
+        assert found, usage
+        registers, spilled = int(found[1]), int(found[2])
+        sass = _output(tools.nvdisasm.path, "--print-code", file.name) if spilled else ""
+    return registers, spilled, spills_in_loops(sass.splitlines())
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def spills_in_loops(sass: list[str]) -> int:
+    """Return how many instructions of innermost loops store to or load from local memory."""
+    labels = {line[:-1]: i for i, line in enumerate(sass) if line.startswith(".L_")}
+    jumps = [(i, re.search(r"\bBRA.*`\((\.L_\w+)\)", line)) for i, line in enumerate(sass)]
+    loops = [(labels[to[1]], i) for i, to in jumps if to and labels[to[1]] < i - 1]
+    innermost = [
+        (first, last)
+        for first, last in loops
+        if not any((first, last) != other and first <= other[0] <= last for other in loops)
+    ]
+    return sum(
+        bool(re.search(r"\b(STL|LDL)\b", line))
+        for first, last in innermost
+        for line in sass[first:last]
+    )
 
 
 def compile_op(op: str, sm: int, dtype: str, **sizes: Any) -> list[Compiled]:
