@@ -157,7 +157,6 @@ def _config(spec: AttentionDecodeSpec, gpu: Gpu) -> Config:
         warps = 4 if width <= 128 else 2
         default = Config(warps, 1, {"TILE": 16 * warps, "PROGRAMS": 2})
     else:
-        # At most 96 KiB of shared memory, which every GPU has, and as many programs as registers.
-        stages = 4 if width <= 128 else 2
-        default = Config(4, stages, {"TILE": 64, "PROGRAMS": 4 if width <= 64 else 2})
+        # Two programs, for more of them spill registers; at most 64 KiB of shared memory each.
+        default = Config(4, 3 if width <= 128 else 2, {"TILE": 64, "PROGRAMS": 2})
     return tuned("attention_decode", gpu.sm, default, dtype=spec.dtype, head_dim=spec.head_dim)
