@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tvr.backends.triton.decode_kernels import split_kernel
 from tvr.backends.triton.launch import Config, Kernel
+from tvr.backends.triton.prefill import bind_attention_prefill
+from tvr.backends.triton.prefill_kernels import prefill_kernel
+from tvr.contract import AttentionPrefillSpec, StepMeta
 from tvr.errors import KernelError
 
 
@@ -59,6 +64,44 @@ def test_a_tensor_on_another_device_is_named_with_the_kernel():
     with pytest.raises(KernelError, match=f"^{message}$"):
         Kernel(gpu, scale_kernel, CONFIG)((1,), torch.zeros(1), torch.zeros(1, device="meta"))
     assert gpu.launches == []
+
+
+def test_what_a_descriptor_describes_must_be_on_the_device_too():
+    described = TensorDescriptor(torch.zeros(64, 64, device="meta"), [64, 64], [64, 1], [32, 32])
+    with pytest.raises(KernelError, match="scale_kernel: a tensor is on meta"):
+        Kernel(RecordingGpu(), scale_kernel, CONFIG)((1,), described)
+
+
+@pytest.mark.parametrize("kernel", [split_kernel, prefill_kernel])
+def test_no_width_of_the_block_table_compiles_attention_again(kernel):
+    """It is as wide as the longest sequence of a step needs: 1 for a short prompt."""
+    kept_general = {p.name for p in kernel.params if p.do_not_specialize}
+    assert {"table_stride", "num_seqs"} <= kept_general
+
+
+def test_prefill_describes_keys_only_if_their_rows_differ():
+    """The copy engine is told of strides, and takes none of 0."""
+    gpu = RecordingGpu()
+    spec = AttentionPrefillSpec(
+        dtype="bfloat16", num_heads=2, num_kv_heads=1, head_dim=128, block_size=16
+    )
+    run = bind_attention_prefill(spec, gpu).run
+    one = torch.ones(1, dtype=torch.int32)
+    step = StepMeta(
+        block_table=one[None],
+        seq_lens=one * 4,
+        cu_seqlens_q=torch.tensor([0, 4], dtype=torch.int32),
+        num_seqs=1,
+        num_tokens=4,
+        max_q_len=4,
+        max_seq_len=4,
+        seq_lens_cpu=[4],
+    )
+    q, cache = torch.zeros(4, 2, 128).bfloat16(), torch.zeros(2, 1, 16, 128).bfloat16()
+    k = torch.zeros(1, 1, 128).bfloat16()
+    for keys, kind in ((k.repeat(4, 1, 1), TensorDescriptor), (k.expand(4, 1, 128), type(None))):
+        run(q, keys, keys, cache, cache, step, scale=1.0, out=torch.empty_like(q))
+        assert isinstance(gpu.launches[-1][1][1], kind)
 
 
 def test_a_launch_that_fails_names_kernel_and_grid_in_one_line():

@@ -23,6 +23,8 @@ def exp_not_positive(x, EXACT: tl.constexpr):
     nothing in half precision, too much in fp32, where the whole powers of two are taken out first.
     """
     if EXACT:
+        # Of larger numbers the powers are not exact, and 0 * inf is near. Below -104 it is 0.
+        x = tl.maximum(x, -128.0)
         power = tl.floor(x * _LOG2_E)
         rest = (x - power * _LN_2_HIGH) - power * _LN_2_LOW
         return tl.exp2(power) * tl.exp2(rest * _LOG2_E)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tvr.errors import KernelError
 
@@ -182,9 +183,11 @@ class Kernel:
         if 0 in grid:
             return  # a step of no tokens is legal, a grid of no programs is not
         for arg in args:
-            if isinstance(arg, Tensor) and arg.device != self._device:
+            tensor = arg.base if isinstance(arg, TensorDescriptor) else arg
+            if isinstance(tensor, Tensor) and tensor.device != self._device:
                 raise KernelError(
-                    f"{self._name}: a tensor is on {arg.device}; the op is bound on {self._device}"
+                    f"{self._name}: a tensor is on {tensor.device}; "
+                    f"the op is bound on {self._device}"
                 )
         try:
             self._gpu.launch(self._function, grid, args, self._constants, self._options)

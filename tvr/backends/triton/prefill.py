@@ -100,6 +100,7 @@ def _can_be_described(x: Tensor) -> bool:
     """Return whether the heads of x [T, KVH, D] lie side by side, in rows a copy can start at."""
     return (
         x.stride(1) == x.shape[2]
+        and x.stride(0) > 0
         and x.stride(0) * x.element_size() % _COPY_BYTES == 0
         and x.data_ptr() % _COPY_BYTES == 0
     )

@@ -176,7 +176,10 @@ def attend(
     return base, total, result
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_kv_heads", "group_size", "block_shift"])
+# A step's table is as wide as its longest sequence needs.
+@triton.jit(
+    do_not_specialize=["table_stride", "num_seqs", "num_kv_heads", "group_size", "block_shift"]
+)
 def prefill_kernel(
     q,
     k,
@@ -273,7 +276,8 @@ def prefill_kernel(
     new_start = 0
     new_end = 0
     if NEW:
-        new_start = tl.minimum(tl.cdiv(tl.maximum(first_position, 0), KEYS) * KEYS, num_keys)
+        # A whole tile's start, even if the rows see less: no tile may start elsewhere.
+        new_start = tl.cdiv(tl.maximum(first_position, 0), KEYS) * KEYS
         whole = (first_position + q_len) // KEYS * KEYS
         new_end = tl.maximum(new_start, tl.minimum(tl.cdiv(num_keys, KEYS) * KEYS, whole))
     for part in tl.static_range(3):

@@ -1,0 +1,82 @@
+"""What the Triton backend's kernels compute, in the interpreter, where conformance does not look.
+
+Kernels are made for the interpreter when they are imported, so each test is a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+
+def run_interpreted(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_silu_mul_takes_gates_of_any_size_in_fp32():
+    run_interpreted(_SILU_MUL)
+
+
+def test_nan_in_the_next_sequence_does_not_reach_a_chunk_behind_a_short_prefix():
+    """Its first rows see less than a tile, and so does what was cached before."""
+    run_interpreted(_PREFILL)
+
+
+_SILU_MUL = """
+import torch
+from tvr.backends.triton.activation import bind_silu_mul
+from tvr.backends.triton.launch import open_gpu
+from tvr.contract import SiluMulSpec
+sizes = torch.tensor([90.0, 110.0, 1e5, 1e10, 1.3e10, 1e20, 1e30, 3.4e38])
+gate = torch.cat((sizes, -sizes, torch.tensor([torch.inf])))
+x = torch.cat((gate, torch.ones_like(gate)))[None]
+op = bind_silu_mul(SiluMulSpec(dtype="float32", intermediate_size=len(gate)), open_gpu("cpu"))
+out = op.run(x, out=torch.empty(1, len(gate)))
+torch.testing.assert_close(out[0], torch.nn.functional.silu(gate), rtol=1e-6, atol=1e-37)
+"""
+
+_PREFILL = """
+import torch
+from tvr.backends.triton.launch import open_gpu
+from tvr.backends.triton.prefill import bind_attention_prefill
+from tvr.contract import AttentionPrefillSpec, StepMeta
+spec = AttentionPrefillSpec(
+    dtype="float16", num_heads=2, num_kv_heads=1, head_dim=16, block_size=16
+)
+run = bind_attention_prefill(spec, open_gpu("cpu")).run
+def ints(*x):
+    return torch.tensor(x, dtype=torch.int32)
+cached, new, others = 5, 30, 12  # tiles have 32 keys; 32 rows are 16 tokens
+generator = torch.Generator().manual_seed(0)
+def random(*shape):
+    return torch.randn(*shape, generator=generator).half()
+q, k, v = random(new + others, 2, 16), random(new + others, 1, 16), random(new + others, 1, 16)
+k_cache, v_cache = random(8, 1, 16, 16), random(8, 1, 16, 16)
+step = StepMeta(
+    block_table=ints(0, 1, 2, 3, 4, 5).view(2, 3),
+    seq_lens=ints(cached + new, others),
+    cu_seqlens_q=ints(0, new, new + others),
+    num_seqs=2,
+    num_tokens=new + others,
+    max_q_len=new,
+    max_seq_len=cached + new,
+    seq_lens_cpu=[cached + new, others],
+)
+def first_sequence():
+    for x, cache in ((k, k_cache), (v, v_cache)):
+        slots = cache.view(-1, 16)
+        slots[cached : cached + new], slots[48 : 48 + others] = x[:new, 0], x[new:, 0]
+    return run(q, k, v, k_cache, v_cache, step, scale=0.25, out=torch.empty_like(q))[:new]
+clean = first_sequence()
+k[new:] = v[new:] = torch.nan
+assert clean.isfinite().all() and torch.equal(first_sequence(), clean)
+"""
