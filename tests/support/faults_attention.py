@@ -182,6 +182,12 @@ def shares_a_tile_with_the_next_sequence(right, spec, a):
     return out.add_(0 * a["q"].roll(1, 0).sum(dim=(1, 2), keepdim=True))
 
 
+def reads_past_its_sequence_into_the_next(right, spec, a):
+    out = right()
+    out[:-1] += 0 * a["q"][1:].sum(dim=(1, 2), keepdim=True)
+    return out
+
+
 def divides_nothing_by_nothing_in_an_empty_split(right, spec, a):
     """Keys are cut into four splits by the longest sequence; a short one has none in the last."""
     out, step = right(), a["step"]
@@ -242,6 +248,7 @@ FAULTS = [
         "equal_keys_average_the_visible_values", "attention_decode", sees_one_key_more_in_a_window
     ),
     Fault("nan_sequence_stays_alone", "attention_decode", shares_a_tile_with_the_next_sequence),
+    Fault("nan_sequence_stays_alone", "attention_decode", reads_past_its_sequence_into_the_next),
     Fault(
         "empty_splits_weigh_nothing",
         "attention_decode",

@@ -78,17 +78,18 @@ def check_later_tokens_are_hidden(backend: Subject, case: Case) -> None:
 
 
 def check_nan_sequence_stays_alone(backend: Subject, case: Case) -> None:
-    """A sequence of NaN changes nothing in the others."""
-    sequences = random_sequences(case)
-    clean = run(backend, case, sequences)
-    bad = next(s for s, q_len in enumerate(case.q_lens) if q_len)
-    for x in (sequences.q[bad], sequences.k[bad], sequences.v[bad]):
-        x.fill_(_NAN)
-    call = run(backend, case, sequences)
-    for s, rows in enumerate(rows_of(sequences)):
-        if s != bad:
-            what = f"sequence {s}, another is NaN"
-            same(backend, call, what, call["out"][rows], clean["out"][rows])
+    """A sequence of NaN changes nothing in the others, before or behind it."""
+    clean = run(backend, case, random_sequences(case))
+    filled = [s for s, q_len in enumerate(case.q_lens) if q_len]
+    for bad in (filled[0], filled[-1]):
+        sequences = random_sequences(case)
+        for x in (sequences.q[bad], sequences.k[bad], sequences.v[bad]):
+            x.fill_(_NAN)
+        call = run(backend, case, sequences)
+        for s, rows in enumerate(rows_of(sequences)):
+            if s != bad:
+                what = f"sequence {s}, {bad} is NaN"
+                same(backend, call, what, call["out"][rows], clean["out"][rows])
 
 
 def check_block_ids_beyond_16_bits_are_read(backend: Subject, case: Case) -> None:
