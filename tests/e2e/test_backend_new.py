@@ -111,7 +111,7 @@ def test_the_written_sources_keep_to_the_style_of_the_house(tmp_path):
         (["a-_b"], "'a-_b' has two of '-', '_' and '.' in a row"),
         (["fast", "--ops", "all,rope"], "'all' is not an op"),
         (["torch"], "backend 'torch' is installed already, by tvr"),
-        (["triton"], "'triton' is kept for one of tvr's own"),
+        (["triton"], "backend 'triton' is installed already, by tvr"),
         (["fast", "--ops", "softmax"], "'softmax' is not an op; ops: rms_norm, "),
         (["fast", "--ops", "rope,rope"], "op rope is given twice"),
         (["fast", "--ops", ""], "'' is not an op"),

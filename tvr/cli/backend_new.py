@@ -57,13 +57,10 @@ def new(
 def _refuse_taken(package: Package) -> None:
     """Refuse the name of another backend or package: tvr or Python would see only one of two."""
     from tvr.core.discovery import discover
-    from tvr.core.plugin_config import PluginConfig
 
     for candidate in discover().candidates:
         if candidate.name == package.name:
             raise ConfigError(f"backend {package.name!r} is installed already, by {candidate}")
-    if package.name in PluginConfig.load().order:
-        raise ConfigError(f"backend name {package.name!r} is kept for one of tvr's own")
     # Also finds a name that differs only in "-", "_" and ".", as pip does.
     for taken in importlib.metadata.distributions(name=package.distribution):
         raise ConfigError(
