@@ -68,9 +68,9 @@ def test_every_kernel_compiles_for_every_gpu_and_dtype(tmp_path):
 
 @pytest.mark.slow
 def test_attention_of_larger_heads_compiles_for_every_gpu(tmp_path):
-    ops, half = ("attention_decode", "attention_prefill"), ("float16", "bfloat16")
-    found = compile_all(tmp_path, *ops, "--head-dim", "128", dtypes=half)
-    assert set(found) == set(product(ops, SMS, half))
+    ops = ("attention_decode", "attention_prefill")
+    found = compile_all(tmp_path, *ops, "--head-dim", "128", dtypes=("bfloat16",))
+    assert set(found) == set(product(ops, SMS, ("bfloat16",)))
     assert spilled_in_decode(found) == {}
 
 
