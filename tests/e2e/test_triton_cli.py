@@ -94,7 +94,7 @@ def test_a_model_makes_the_tokens_of_the_reference():
     "options",
     [
         pytest.param(["--op", ",".join(op for op in OPS if "attention" not in op)], id="rows"),
-        # CI runs the other checks, which take minutes here.
+        # All checks of attention would take minutes; .ci/run has a few more.
         pytest.param(
             ["--op", "attention_decode,attention_prefill", "--check", "output_matches_oracle"],
             id="attention",
