@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import triton
 from torch import Tensor
 
 from tvr.backends.triton.configs import tuned
@@ -56,9 +57,9 @@ class _Decode:
             replace(config, blocks=shape),
             HEAD_DIM=spec.head_dim,
             SLICES=config.num_warps,
-            # An option of the compiler, which else takes what keeps programs from being there.
-            maxnreg=min(255, _REGISTERS // (programs * 32 * config.num_warps) // 8 * 8),
-            ROWS=_power_of_two(min(spec.group_size, BUNDLE)),
+            # Else the compiler takes so many that not all programs are there at once.
+            max_registers=min(255, _REGISTERS // (programs * 32 * config.num_warps) // 8 * 8),
+            ROWS=triton.next_power_of_2(min(spec.group_size, BUNDLE)),
         )
 
     def workspace_bytes(self, bounds: Bounds) -> int:
@@ -141,14 +142,9 @@ class _Decode:
         return out
 
 
-def _power_of_two(n: int) -> int:
-    """Return the next one."""
-    return 1 << (n - 1).bit_length()
-
-
 def _config(spec: AttentionDecodeSpec, gpu: Gpu) -> Config:
     """Return the tiling of the split kernel; PROGRAMS of it are on a multiprocessor."""
-    width = _power_of_two(spec.head_dim)
+    width = triton.next_power_of_2(spec.head_dim)
     if gpu.sm == 0:
         # The interpreter: small tiles, so that its short sequences have several and are cut.
         default = Config(2, 1, {"TILE": 32, "PROGRAMS": 1})

@@ -155,10 +155,19 @@ class Kernel:
         function: what `@triton.jit` made. It takes `PDL` as a constant, and waits for its inputs
             where that is true (`wait_for_inputs` in device.py).
         config: how it is compiled.
+        max_registers: of a thread; None: as many as the compiler likes.
         constants: its other constants by name.
     """
 
-    def __init__(self, gpu: Gpu, function: Any, config: Config, **constants: Any) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        gpu: Gpu,
+        function: Any,  # noqa: ANN401
+        config: Config,
+        *,
+        max_registers: int | None = None,
+        **constants: Any,  # noqa: ANN401
+    ) -> None:
         self._gpu = gpu
         self._device = gpu.device
         self._function = function
@@ -170,6 +179,8 @@ class Kernel:
             # Said aloud: newer Tritons change what they do unasked.
             "enable_fp_fusion": True,
         }
+        if max_registers is not None:
+            self._options["maxnreg"] = max_registers
         if gpu.pdl:
             self._options["launch_pdl"] = True
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -23,7 +24,7 @@ _COPY_BYTES = 16
 def bind_attention_prefill(spec: AttentionPrefillSpec, gpu: Gpu) -> BoundOp:
     config = _config(spec, gpu)
     rows, keys = config.blocks["ROWS"], config.blocks["KEYS"]
-    width = _width(spec.head_dim)
+    width = triton.next_power_of_2(spec.head_dim)  # tiles are so wide
     describes = config.blocks["SOURCES"] == 2 and width == spec.head_dim
     tiles = {name: size for name, size in config.blocks.items() if name != "SOURCES"}
     kernels = {
@@ -91,11 +92,6 @@ def bind_attention_prefill(spec: AttentionPrefillSpec, gpu: Gpu) -> BoundOp:
     return BoundOp(run=run)
 
 
-def _width(head_dim: int) -> int:
-    """Return the next power of two, which is how wide Triton's tiles can be."""
-    return 1 << (head_dim - 1).bit_length()
-
-
 def _can_be_described(x: Tensor) -> bool:
     """Return whether the heads of x [T, KVH, D] lie side by side, in rows a copy can start at."""
     return (
@@ -123,7 +119,7 @@ def _config(spec: AttentionPrefillSpec, gpu: Gpu) -> Config:
     return tuned(
         "attention_prefill",
         gpu.sm,
-        _default(spec.dtype, _width(spec.head_dim), gpu.sm),
+        _default(spec.dtype, triton.next_power_of_2(spec.head_dim), gpu.sm),
         dtype=spec.dtype,
         head_dim=spec.head_dim,
     )
