@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from tvr.bench.cells import RowsCell
-from tvr.bench.comparison import ROUNDS, SAMPLES_OF_A_ROUND, says
+from tvr.bench.comparison import says, take_turns
 from tvr.bench.gate import Gate
 from tvr.bench.gpu_timer import EventTimer, GraphTimer
 from tvr.bench.header import header
@@ -182,15 +182,8 @@ def compare(peers: Sequence[Peer], calls: Kinds, gate: Gate) -> list[list[Row]]:
         except (Exception, SystemExit) as error:
             errors |= {(peer.name, p.name): says(error) for p in parts}
     for part in parts:
-        for _ in range(ROUNDS):
-            for peer in peers:
-                at = peer.name, part.name
-                if at in errors:
-                    continue
-                try:
-                    entries[at].samples += entries[at].timer.sample(SAMPLES_OF_A_ROUND)
-                except (Exception, SystemExit) as error:
-                    errors[at] = says(error)
+        of_part = [(peer.name, part.name) for peer in peers]
+        errors |= take_turns({at: entries[at] for at in of_part if at not in errors})
 
     def row(peer: Peer, part: Part) -> Row:
         at = peer.name, part.name

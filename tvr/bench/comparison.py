@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from tvr.bench.buffers import Buffers
     from tvr.bench.gate import Gate
     from tvr.bench.peer import Entry, Peer
+
+Key = TypeVar("Key", bound=Hashable)
 
 #: Turns of each backend at a cell, and the measurements of a turn.
 ROUNDS, SAMPLES_OF_A_ROUND = 5, 5
@@ -67,16 +69,27 @@ def _compare_one(
             entries[peer.name] = peer.enter(calls, gate)
         except (Exception, SystemExit) as error:
             rows[peer.name] = not_measured(cell, peer.name, error=says(error))
+    failed = take_turns(entries)
+    for name, entry in entries.items():
+        if name in failed:
+            rows[name] = not_measured(cell, name, error=failed[name])
+        else:
+            rows[name] = measured(cell, name, entry, sets)
+    return rows
+
+
+def take_turns(entries: Mapping[Key, Entry]) -> dict[Key, str]:
+    """Take the samples of all entries in turn; return why some failed, and had no more turns."""
+    failed: dict[Key, str] = {}
     for _ in range(ROUNDS):
-        for name, entry in list(entries.items()):
+        for key, entry in entries.items():
+            if key in failed:
+                continue
             try:
                 entry.samples += entry.timer.sample(SAMPLES_OF_A_ROUND)
             except (Exception, SystemExit) as error:
-                rows[name] = not_measured(cell, name, error=says(error))
-                del entries[name]
-    for name, entry in entries.items():
-        rows[name] = measured(cell, name, entry, sets)
-    return rows
+                failed[key] = says(error)
+    return failed
 
 
 def _skipped(peer: Peer, cell: Cell) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tvr.bench.comparison import says
-from tvr.bench.engine_model import BenchModel, others_at_work, synchronise
+from tvr.bench.engine_model import BenchModel, synchronise
 from tvr.bench.engine_text import check_lengths
 from tvr.bench.gate_model import ModelGate, gate_lengths
 from tvr.bench.model_rows import failed_row, latency_row
@@ -131,10 +131,7 @@ class Latency:
         entries: dict[str, _Entry] = {}
         for name, llm in engines.items():
             try:
-                facts: dict[str, Any] = {"gate": gate.judge(llm, batch.batch)}
-                if others := others_at_work(llm, name):
-                    facts["other_backends"] = others
-                entries[name] = _Entry(llm=llm, facts=facts)
+                entries[name] = _Entry(llm=llm, facts=gate.facts(llm, name, batch.batch))
             except (Exception, SystemExit) as error:
                 failed[name] = says(error)
         prompts = random_prompts(batch.batch, batch.input_len, self._model.config.vocab_size, 0)

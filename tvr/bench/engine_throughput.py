@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tvr.bench.comparison import says
 from tvr.bench.engine_latency import timed
-from tvr.bench.engine_model import BenchModel, others_at_work
+from tvr.bench.engine_model import BenchModel
 from tvr.bench.gate_model import ModelGate, gate_lengths
 from tvr.bench.model_rows import failed_row, throughput_row
 
@@ -69,9 +69,7 @@ class Throughput:
         try:
             num_running = min(len(workload.prompts), llm.limits.max_num_seqs)
             # Served at its full batch, in prompts of all lengths: that warms up, too.
-            facts: dict[str, Any] = {"gate": gate.judge(llm, num_running)}
-            if others := others_at_work(llm, backend):
-                facts["other_backends"] = others
+            facts = gate.facts(llm, backend, num_running)
             seconds = [
                 timed(llm, workload.prompts, workload.output_lens) for _ in range(self._num_iters)
             ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tvr.bench.engine_model import BenchModel, refuse_others
+from tvr.bench.engine_model import BenchModel, others_at_work, refuse_others
 from tvr.bench.engine_text import (
     Reading,
     read_by_decode,
@@ -74,6 +74,17 @@ class ModelGate:
                 readings += read_by_decode(llm, self.text, self._starts(_STARTS))
             self.reference_error = max(reading.error for reading in readings)
             self.limit = tolerance.LOGITS_MAX_ERROR_FACTOR * self.reference_error
+
+    def facts(self, llm: LLM, backend: str, batch: int) -> dict[str, Any]:
+        """Return what a row of `backend` says of its engine: of the gate, and who else is at work.
+
+        Raises:
+            CheckFailed: as `judge` does.
+        """
+        found: dict[str, Any] = {"gate": self.judge(llm, batch)}
+        if others := others_at_work(llm, backend):
+            found["other_backends"] = others
+        return found
 
     def judge(self, llm: LLM, batch: int) -> dict[str, Any]:
         """Return what was found, as JSON-able data: the engine is right.

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from tvr.bench.rows import Row
     from tvr.bench.workload import Workload
@@ -72,11 +74,7 @@ def failed_row(fields: dict[str, Any], measures: Sequence[str], error: str) -> R
 
 def percentile(values: Sequence[float], percent: int) -> float:
     """Return a percentile, between two values where it falls between them."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return float(np.percentile(values, percent))
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
