@@ -12,6 +12,7 @@ import inspect
 from pathlib import Path
 
 from tvr import contract, hookspecs
+from tvr.contract.capability import FLAGS
 from tvr.core.plugin_checks import HOOKS
 
 FROZEN = Path(__file__).with_name("frozen_contract.txt")
@@ -36,6 +37,7 @@ def described_fields(cls) -> list[str]:
 def described_contract() -> str:
     lines = [f"abi {contract.ABI_MAJOR}.{contract.ABI_MINOR} group {contract.ENTRY_POINT_GROUP}"]
     lines += [f"dtypes {' '.join(contract.DTYPES)}", f"ops {' '.join(contract.OPS)}"]
+    lines.append(f"flags {' '.join(sorted(FLAGS))}")
     lines += [f"composite {op} = {' + '.join(parts)}" for op, parts in contract.COMPOSITES.items()]
     lines += ["", "hooks"]
     lines += [f"    {name}{signature(getattr(hookspecs, name))}" for name in HOOKS]

@@ -391,6 +391,8 @@ GRAPH_FAULTS = [
     Fault("replay_ignores_padding_rows", "attention_decode", scales_by_the_largest_of_the_batch),
     Fault("replay_follows_the_lengths", "attention_decode", _of(ReadsLengthsOfTheHost)),
     Fault("replay_follows_the_lengths", "attention_prefill", _of(PlansOnce)),
+    Fault("replay_plans_for_its_lengths", "attention_decode", _of(PlansOnce)),
+    Fault("replay_plans_for_its_lengths", "attention_prefill", _of(PlansOnce)),
     Fault("steps_between_replays_do_no_harm", "attention_decode", _of(RemembersTheBatchSize)),
 ]
 GPU_FAULTS = [

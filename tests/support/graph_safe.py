@@ -21,7 +21,7 @@ SPLIT = 32  # keys of a split
 
 def _info():
     right = plugin.tvr_backend_info()
-    flags = frozenset({"cuda_graph", "deterministic"})
+    flags = frozenset({"cuda_graph", "plan_in_graph", "deterministic"})
 
     def box(reference):
         return replace(reference, fields=reference.fields - {"max_splits"}, flags=flags)

@@ -56,6 +56,14 @@ def check_replay_follows_the_lengths(backend: Subject, case: Case) -> None:
             require_right(backend.with_runner(replayed), step)
 
 
+def check_replay_plans_for_its_lengths(backend: Subject, case: Case) -> None:
+    """A graph that has the plan in it is right for every length up to its bound."""
+    steps = length_sweep(case)
+    replayed = PaddedRunner(backend, case.spec, room_for(steps), captured=True, with_plan=True)
+    for step in steps:
+        require_right(backend.with_runner(replayed), step)
+
+
 def check_steps_between_replays_do_no_harm(backend: Subject, case: Case) -> None:
     """A graph is right after another step was planned and run eagerly on the same workspace."""
     other = replace(longest_everywhere(case), seed=case.seed + 1)
@@ -98,5 +106,8 @@ CHECKS = (
         )
     ),
     Check(run=check_replay_follows_the_lengths, ops=BOTH, flag="cuda_graph", needs=needs_graph),
+    Check(
+        run=check_replay_plans_for_its_lengths, ops=BOTH, flag="plan_in_graph", needs=needs_graph
+    ),
     Check(run=check_host_sizes_may_be_bounds, ops=BOTH, flag="cuda_graph"),
 )

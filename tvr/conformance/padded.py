@@ -32,6 +32,7 @@ class PaddedRunner:
         spec: what all calls are of.
         room: holds the largest of them.
         captured: launch from a graph, captured with nothing but padding rows.
+        with_plan: the graph has the plan in it, made with the bounds, and a call is not planned.
 
     Attributes:
         binding: what the calls are run on.
@@ -39,12 +40,21 @@ class PaddedRunner:
             the captured call, or the call's own.
     """
 
-    def __init__(self, backend: Subject, spec: OpSpec, room: Room, *, captured: bool) -> None:
+    def __init__(
+        self,
+        backend: Subject,
+        spec: OpSpec,
+        room: Room,
+        *,
+        captured: bool,
+        with_plan: bool = False,
+    ) -> None:
         self.binding = backend.binding(spec, room.bounds)
         self.plans_with_bounds = False
         self._backend = backend
         self._room = Room(bounds=room.bounds, num_blocks=room.num_blocks + _PLACES - 1)
         self._captured = captured
+        self._with_plan = with_plan
         self._frame: Frame | None = None
         self._run: Callable[[], object]
         self._launch: Callable[[], object]
@@ -57,7 +67,8 @@ class PaddedRunner:
         frame, first_block = self._frame, self._num_calls % _PLACES
         self._num_calls += 1
         frame.load(call, first_block=first_block)
-        self.binding.plan(self._planned_step(frame, call))
+        if not self._with_plan:
+            self.binding.plan(self._planned_step(frame, call))
         before = [tensor.clone() for tensor in frame.call.written.values()]
         self._launch()
         if self._captured and step_of(call).num_tokens:
@@ -78,9 +89,17 @@ class PaddedRunner:
         self._launch = launch
         if self._captured:
             self.binding.plan(self._widest_step)
-            graph = graphs.capture(launch, self._backend.torch_device, self._backend.stream)
+            graph = graphs.capture(
+                self._plan_and_run if self._with_plan else launch,
+                self._backend.torch_device,
+                self._backend.stream,
+            )
             self._launch = graph.replay
         return frame
+
+    def _plan_and_run(self) -> None:
+        self.binding.plan(self._widest_step)
+        self._run()
 
     def _planned_step(self, frame: Frame, call: Call) -> StepMeta:
         if self.plans_with_bounds or not isinstance(call.spec, AttentionSpec):

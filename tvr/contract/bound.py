@@ -55,8 +55,9 @@ class BoundOp:
     Attributes:
         run: called in every layer; its signature is that of the op's Protocol.
         plan: called once a step before the layers, on the current stream, outside graph
-            capture; may write only the workspace. `attention_decode` is given the step's
-            decodes, `attention_prefill` its prefill chunks, any other op the whole step.
+            capture unless "plan_in_graph" is declared; may write only the workspace.
+            `attention_decode` is given the step's decodes, `attention_prefill` its prefill
+            chunks, any other op the whole step.
         workspace_bytes: bytes of workspace for the given bounds.
         attach: given the workspace ([n] uint8, zeroed, 256-byte aligned, fixed address) once,
             before the first `plan` or `run`. Needed with `workspace_bytes`.

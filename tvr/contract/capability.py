@@ -14,7 +14,7 @@ ABI_MAJOR = 1
 ABI_MINOR = 0
 ENTRY_POINT_GROUP = f"tvr.backends.v{ABI_MAJOR}"
 
-FLAGS = frozenset({"cuda_graph", "batch_invariant", "deterministic"})
+FLAGS = frozenset({"cuda_graph", "plan_in_graph", "batch_invariant", "deterministic"})
 NORM_ROUNDINGS = ("twice", "once")
 
 # Spec fields with a default that a box judges by an attribute of its own, not by `fields`.

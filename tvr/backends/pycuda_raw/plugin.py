@@ -55,7 +55,9 @@ OP_MODULES = {
 def backend_info(
     name: str = "pycuda",
     devices: Sequence[str] = ("cuda",),
-    flags: frozenset[str] = frozenset({"cuda_graph", "deterministic", "batch_invariant"}),
+    flags: frozenset[str] = frozenset(
+        {"cuda_graph", "plan_in_graph", "deterministic", "batch_invariant"}
+    ),
 ) -> BackendInfo:
     """Return what the kernels serve; on other devices than CUDA's that is for tests to say."""
 

@@ -63,7 +63,7 @@ def backend_info() -> BackendInfo:
         return [
             # First, so that bfloat16 on a CPU is refused for its dtype.
             Box(dtypes=INTERPRETED_DTYPES, devices=("cpu",), flags=on_cpu, **own),
-            Box(dtypes=DTYPES, min_sm=MIN_SM, flags=flags | {"cuda_graph"}, **own),
+            Box(dtypes=DTYPES, min_sm=MIN_SM, flags=flags | {"cuda_graph", "plan_in_graph"}, **own),
         ]
 
     heads: dict[str, Any] = {"head_dims": HEAD_DIMS}
