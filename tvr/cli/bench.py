@@ -12,6 +12,7 @@ from tvr.cli.bench_compare import compare
 from tvr.cli.bench_model import latency, throughput
 from tvr.cli.bench_options import Backends, JsonFile, numbers
 from tvr.cli.bench_run import check_can_plot, run_cells
+from tvr.cli.bench_serve import serve
 from tvr.errors import ConfigError
 
 app = typer.Typer()
@@ -140,6 +141,7 @@ def ops(
 
 app.command(short_help="Measure a model: time to the first token, and between tokens.")(latency)
 app.command(short_help="Measure a model: many requests at once.")(throughput)
+app.command(short_help="Measure a server of any make under load.")(serve)
 app.command(short_help="Compare two results, as before and after a change.")(compare)
 
 
