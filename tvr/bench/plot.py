@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
     from tvr.bench.rows import Row
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_DPI = 150
+#: Told apart by the colour-blind, too.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DPI = 150
 
 
 def plot_bandwidth(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
@@ -48,7 +49,7 @@ def plot_bandwidth(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> N
     panels[0].set_ylabel("TB/s")
     panels[0].set_ylim(bottom=0)
     figure.suptitle(f"Paged decode attention, {header['device_name']}", fontsize=11)
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=DPI)
 
 
 def _draw_panel(axes: Axes, rows: list[Row]) -> None:
@@ -62,7 +63,7 @@ def _draw_panel(axes: Axes, rows: list[Row]) -> None:
     axes.grid(alpha=0.25)
     ends: list[tuple[float, float, str, str]] = []
     for number, backend in enumerate(dict.fromkeys(row["backend"] for row in rows)):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = COLOURS[number % len(COLOURS)]
         mine = [row for row in rows if row["backend"] == backend]
         alike: dict[int, list[Row]] = {}
         for row in sorted(mine, key=lambda row: row["bytes"]):

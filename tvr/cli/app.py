@@ -16,6 +16,7 @@ from tvr.cli.conformance import conformance
 from tvr.cli.env import env
 from tvr.cli.exits import EXIT_ERROR, EXIT_INTERRUPTED
 from tvr.cli.models import models
+from tvr.cli.profile import profile
 from tvr.cli.run import run
 from tvr.errors import TvrError
 
@@ -32,6 +33,7 @@ app.command(short_help="List the backends, and who serves which op.")(backends)
 app.add_typer(backend_new.app, name="backend", short_help="Write a backend of your own.")
 app.command(short_help="Check whether a backend keeps the contract.")(conformance)
 app.add_typer(bench.app, name="bench", short_help="Measure how fast backends are.")
+app.command(short_help="Trace some steps: what runs when.")(profile)
 app.add_typer(kernels.app, name="kernels", short_help="Compile CUDA kernels ahead.")
 app.command(short_help="Print what a bug report needs.")(env)
 

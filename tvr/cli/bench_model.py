@@ -55,7 +55,7 @@ def latency(
     sizes = numbers("--batch", batch), numbers("--input-len", input_len)
     check_can_write({"--json": json_file})
     with redirect_stdout(sys.stderr):  # what a plugin prints belongs to no table
-        opened = _open(model, device, dtype, load_format, max_model_len, plugins)
+        opened = open_model(model, device, dtype, load_format, max_model_len, plugins)
         from tvr.bench.engine_latency import Batch, Latency
         from tvr.bench.model_table import format_latency
 
@@ -124,7 +124,7 @@ def throughput(
         whole(name, value, 1)
     check_can_write({"--json": json_file})
     with redirect_stdout(sys.stderr):
-        opened = _open(model, device, dtype, load_format, max_model_len, plugins)
+        opened = open_model(model, device, dtype, load_format, max_model_len, plugins)
         from tvr.bench.engine_throughput import Throughput
         from tvr.bench.model_table import format_throughput
         from tvr.bench.workload import nano_workload, random_workload
@@ -147,7 +147,7 @@ def throughput(
     )
 
 
-def _open(
+def open_model(
     model: str,
     device: str,
     dtype: str,
@@ -155,6 +155,7 @@ def _open(
     max_model_len: int | None,
     plugins: str | None,
 ) -> BenchModel:
+    """Return the model of the options."""
     from tvr.bench.engine_model import BenchModel
     from tvr.core.plugin_config import find_config
 

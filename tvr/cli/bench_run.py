@@ -135,6 +135,11 @@ def check_can_plot(path: Path, *, has_decodes: bool) -> None:
     """Refuse, before the work, a picture that cannot be drawn."""
     if not has_decodes:
         raise ConfigError("--plot draws decodes, and --op prefill measures none; drop one of them")
+    check_picture(path)
+
+
+def check_picture(path: Path) -> None:
+    """Refuse, before the work, a picture of a kind that cannot be made."""
     if path.suffix not in _PICTURES:
         raise ConfigError(f"--plot {path}: the name must end in one of {', '.join(_PICTURES)}")
     if importlib.util.find_spec("matplotlib") is None:

@@ -74,6 +74,8 @@ class Shadow:
         finding: what is wrong; None: nothing, so far.
     """
 
+    one_at_a_time = True
+
     def __init__(
         self,
         reference: str = "torch",

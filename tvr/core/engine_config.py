@@ -48,7 +48,8 @@ class EngineConfig:
         max_lag: steps the scheduler runs ahead of the device, 0 or 1.
         scheduling_policy: who goes first and who gives way; None: first come, first served.
         shadow: repeats every op on a reference, a `tvr.conformance.shadow.Shadow`; None: nobody.
-            With it the scheduler does not run ahead, whatever `max_lag` says.
+            With it the scheduler does not run ahead, whatever `max_lag` says. Any other
+            `tvr.core.watcher.Watcher` sees the ops' calls, too.
     """
 
     backend: str = "auto"
@@ -93,7 +94,8 @@ class EngineConfig:
                 raise ConfigError(
                     f"shadow is {self.shadow!r}; give a tvr.conformance.shadow.Shadow"
                 )
-            object.__setattr__(self, "max_lag", 0)
+            if self.shadow.one_at_a_time:
+                object.__setattr__(self, "max_lag", 0)
         for name in ("num_blocks", "max_num_seqs", "max_num_batched_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

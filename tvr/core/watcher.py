@@ -14,7 +14,12 @@ class Watcher(Protocol):
     """Is asked once for each place in the model; without one, the model calls the bare ops.
 
     `tvr.conformance.shadow.Shadow` is one.
+
+    Attributes:
+        one_at_a_time: whether a step may begin only when the one before it is done.
     """
+
+    one_at_a_time: bool
 
     def begin(self, manager: BackendManager, device: DeviceFacts) -> None:
         """Get ready for an engine with these backends; nothing is bound yet."""

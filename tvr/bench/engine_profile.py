@@ -1,0 +1,111 @@
+"""Some steps of a model under torch's profiler, with the phases of a step and its ops by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from tvr.bench.engine_model import BenchModel, synchronise
+from tvr.bench.trace import HEADER_KEY
+from tvr.bench.trace_ops import OpRanges
+from tvr.core.engine_config import EngineConfig
+from tvr.core.llm import LLM
+from tvr.core.memory import step_limits
+from tvr.core.phases import marked_phases
+from tvr.core.sampling_params import SamplingParams
+from tvr.errors import ConfigError
+
+
+def load_for_profile(
+    model: BenchModel, backend: str, *, context: int, num_seqs: int, eager: bool = True
+) -> LLM:
+    """Return an engine whose ops are ranges of a profile, and without a prefix cache.
+
+    Args:
+        model: what runs.
+        backend: the one put first.
+        context: most tokens of a request.
+        num_seqs: requests that must run at once.
+        eager: launch op by op, with a range for each call. Else steps may be CUDA graphs, in which
+            there are no calls to see: kernels then have no name but their own.
+
+    Raises:
+        TvrError: it cannot be loaded.
+    """
+    default, _ = step_limits(EngineConfig(), model.device.type)
+    return LLM(
+        model.path,
+        backend=backend,
+        dtype=model.dtype,
+        device=str(model.device),
+        max_model_len=context,
+        max_num_seqs=num_seqs if num_seqs > default else None,
+        enable_prefix_caching=False,
+        load_format=model.load_format,
+        plugins=model.plugins,
+        shadow=OpRanges() if eager else None,
+    )
+
+
+def profile_steps(
+    llm: LLM,
+    path: Path,
+    *,
+    prompts: Sequence[list[int]],
+    output_len: int,
+    num_steps: int,
+    header: dict[str, Any],
+) -> int:
+    """Trace the first steps of a batch of requests, and write them as a Chrome trace.
+
+    The batch has run to its end once before, untraced: kernels are compiled then.
+
+    Args:
+        llm: the engine, which must serve nothing else.
+        path: of the JSON.
+        prompts: token ids of each request.
+        output_len: tokens of each answer.
+        num_steps: steps to trace; fewer where the requests end before.
+        header: written into the trace, under `HEADER_KEY`.
+
+    Returns:
+        The steps that were traced.
+
+    Raises:
+        ConfigError: the file cannot be written.
+        TvrError: the engine failed.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    outputs = llm.generate(list(prompts), params)
+    if failed := [o.outputs[0].error for o in outputs if o.outputs[0].error is not None]:
+        raise ConfigError(f"the model failed before it was traced: {failed[0]}")
+    activities = [ProfilerActivity.CPU]
+    if llm.parts.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    ids = [f"profile-{i}" for i in range(len(prompts))]
+    done = 0
+    synchronise(llm)
+    # On a CPU the step is computed in a thread of its own, which must be seen, too.
+    threads = _ExperimentalConfig(profile_all_threads=True)
+    with (
+        profile(activities=activities, experimental_config=threads, acc_events=True) as profiler,
+        marked_phases(llm, record_function),
+    ):
+        for request_id, prompt in zip(ids, prompts, strict=True):
+            llm.add_request(request_id, prompt, params)
+        while done < num_steps and llm.has_unfinished_requests():
+            llm.step()
+            done += 1
+        for request_id in ids:
+            llm.abort(request_id)
+        while llm.has_unfinished_requests():  # the steps in flight end within the trace
+            llm.step()
+        synchronise(llm)
+        profiler.add_metadata_json(HEADER_KEY, json.dumps(header))
+    profiler.export_chrome_trace(str(path))
+    return done
