@@ -33,7 +33,7 @@ def plot_bandwidth(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> N
     figure = Figure(figsize=(1.5 + 5.0 * len(head_dims), 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(head_dims), sharey=True, squeeze=False)[0]
-    name, ceiling = _ceiling(header)
+    name, ceiling = best_ceiling(header)
     for axes, head_dim in zip(panels, head_dims, strict=True):
         of_panel = [row for row in found if row["head_dim"] == head_dim]
         _draw_panel(axes, of_panel)
@@ -89,7 +89,7 @@ def _draw_panel(axes: Axes, rows: list[Row]) -> None:
         )
 
 
-def _ceiling(header: dict[str, Any]) -> tuple[str, float]:
+def best_ceiling(header: dict[str, Any]) -> tuple[str, float]:
     """Return the better one of copy and read, and its name."""
     figures = {name: float(header["ceiling"][f"{name}_tb_s"]) for name in ("copy", "read")}
     best = max(figures, key=lambda name: figures[name])

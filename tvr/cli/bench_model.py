@@ -6,18 +6,19 @@ import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tvr.cli import options
 from tvr.cli.bench_options import Backends, JsonFile, numbers, whole
-from tvr.cli.bench_run import command_line, run_steps
+from tvr.cli.bench_run import check_picture, command_line, run_steps
 from tvr.cli.output import check_can_write
 from tvr.errors import ConfigError
 
 if TYPE_CHECKING:
     from tvr.bench.engine_model import BenchModel
+    from tvr.bench.rows import Row
 
 #: Percentiles of fewer say nothing.
 _LEAST_ITERS = 5
@@ -38,6 +39,10 @@ def latency(
     num_iters_warmup: Annotated[int, typer.Option(metavar="N", help="Untimed iterations.")] = 10,
     num_iters: Annotated[int, typer.Option(metavar="N", help="Timed iterations, at least 5.")] = 30,
     json_file: JsonFile = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw ITL by batch and context, and its limit."),
+    ] = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     max_model_len: options.MaxModelLen = None,
@@ -53,7 +58,9 @@ def latency(
     whole("--num-iters-warmup", num_iters_warmup, 0)
     whole("--num-iters", num_iters, _LEAST_ITERS)
     sizes = numbers("--batch", batch), numbers("--input-len", input_len)
-    check_can_write({"--json": json_file})
+    check_can_write({"--json": json_file, "--plot": plot})
+    if plot is not None:
+        check_picture(plot)
     with redirect_stdout(sys.stderr):  # what a plugin prints belongs to no table
         opened = open_model(model, device, dtype, load_format, max_model_len, plugins)
         from tvr.bench.engine_latency import Batch, Latency
@@ -67,12 +74,24 @@ def latency(
         )
         protocol = {"warmup_iterations": num_iters_warmup, "iterations": num_iters}
         header = opened.header(command_line(), backends, protocol)
+        if plot is not None:
+            from tvr.bench.engine_limit import memory_limit
+
+            header |= memory_limit(opened)
+
+    def draw(header: dict[str, Any], rows: list[Row]) -> None:
+        if plot is not None:
+            from tvr.bench.plot_itl import plot_itl
+
+            plot_itl(plot, header, rows)
+
     return run_steps(
         measuring.rows(),
         [str(one) for one in batches],
         header=lambda: header,
         table=lambda found: format_latency(found, names),
         json_file=json_file,
+        draw=draw,
     )
 
 
