@@ -23,6 +23,7 @@ from support.engines import (
 from tvr import SamplingParams
 from tvr.core.logprobs import LogprobTensors
 from tvr.core.runner import ModelRunner
+from tvr.core.step_extras import NO_EXTRAS
 from tvr.errors import RequestError
 
 LENGTHS = [1, 2, 16, 17, 33, 70]
@@ -356,12 +357,12 @@ def test_only_what_is_asked_for_is_computed(checkpoint, monkeypatch):
     extras = []
     submit = ModelRunner.submit
     monkeypatch.setattr(
-        ModelRunner, "submit", lambda self, *a: (extras.append(a[2:]), submit(self, *a))[1]
+        ModelRunner, "submit", lambda self, *a: (extras.append(a[2]), submit(self, *a))[1]
     )
     with engine(checkpoint) as llm:
         llm.generate(prompts_of([20, 33]), greedy(8, logit_bias={3: 1.0}))
     assert extras
-    assert not any(extras)
+    assert all(e is NO_EXTRAS for e in extras)
 
 
 def test_allowed_ids_and_bias_decide_what_is_generated(checkpoint, lag):

@@ -25,9 +25,11 @@ _SYNCS = {
     _aten.masked_select,
     _aten.nonzero,
 }
-#: The same, where torch reads CPU memory without an op; and copies from memory of the host's.
+#: The same, where torch reads CPU memory without an op, as `item` does in inference mode; and
+#: copies from memory of the host's.
 _HOST_READS = {
     torch.Tensor.cpu,
+    torch.Tensor.item,
     torch.Tensor.numpy,
     torch.Tensor.tolist,
     torch.as_tensor,

@@ -31,6 +31,7 @@ def chat(
     load_format: options.LoadFormat = "auto",
     plugins: options.Plugins = None,
     strict: options.Strict = False,
+    enforce_eager: options.EnforceEager = False,
     stats: options.Stats = False,
     debug: options.Debug = False,
 ) -> None:
@@ -55,6 +56,7 @@ def chat(
         load_format=load_format,
         plugins=plugins,
         strict=strict,
+        enforce_eager=enforce_eager,
     ) as llm:
         has_template = llm.tokenizer is not None and llm.tokenizer.has_chat_template
         conversation = Conversation(llm, params, chat=has_template, system=system)

@@ -61,6 +61,9 @@ Strict = Annotated[
         "--strict", help="Refuse ops served by another than --backend, and broken plugins."
     ),
 ]
+EnforceEager = Annotated[
+    bool, typer.Option("--enforce-eager", help="Launch steps op by op, none as a CUDA graph.")
+]
 Stats = Annotated[bool, typer.Option("--stats", help="Print times, KV use and who served each op.")]
 Shadow = Annotated[
     str | None,
@@ -87,6 +90,7 @@ class EngineOptions(TypedDict):
     load_format: str
     plugins: str | None
     strict: bool
+    enforce_eager: bool
 
 
 def model_path(model: str) -> Path:
@@ -130,6 +134,7 @@ def open_llm(
     load_format: str,
     plugins: str | None,
     strict: bool,
+    enforce_eager: bool,
     needs_tokenizer: bool = True,
     shadow: Watcher | None = None,
 ) -> LLM:
@@ -157,6 +162,7 @@ def open_llm(
             load_format=load_format,
             plugins=find_config(plugins, os.environ),
             strict=strict,
+            enforce_eager=enforce_eager,
             shadow=shadow,
             progress=progress,
         )

@@ -63,6 +63,7 @@ def run(
     load_format: options.LoadFormat = "auto",
     plugins: options.Plugins = None,
     strict: options.Strict = False,
+    enforce_eager: options.EnforceEager = False,
     stats: options.Stats = False,
     shadow: options.Shadow = None,
     shadow_file: options.ShadowFile = None,
@@ -91,6 +92,7 @@ def run(
         "load_format": load_format,
         "plugins": plugins,
         "strict": strict,
+        "enforce_eager": enforce_eager,
     }
     watcher = open_shadow(shadow, shadow_file, backend=backend, plugins=plugins)
     is_batch = input_file is not None or output_file is not None or as_json

@@ -35,6 +35,10 @@ def print_stats(llm: LLM, output: RequestOutput, most_blocks: int) -> None:
             lines.append(("decode", f"{(count - 1) / decode:.1f} tokens/s"))
     share = 100 * most_blocks / llm.limits.num_blocks
     lines.append(("KV used", f"{most_blocks} of {llm.limits.num_blocks} blocks ({share:.1f}%)"))
+    steps = llm.stats()
+    graphs, eager = steps["num_graph_steps"], steps["num_eager_steps"]
+    why = f" ({'; '.join(llm.parts.eager_reasons)})" if llm.parts.eager_reasons else ""
+    lines.append(("steps", f"{graphs} as CUDA graphs, {eager} op by op{why}"))
     served = llm.parts.ops.served()
     lines += [(f"op {op}", ", ".join(names)) for op, names in sorted(served.items())]
     width = max(len(name) for name, _ in lines)

@@ -29,7 +29,7 @@ class ForwardBatch:
         input_ids, positions, slot_mapping: [T] int64.
         step: every sequence of the step; decode, prefill: its two parts, None if empty.
         num_decode_tokens: tokens `[:num_decode_tokens]` are the decodes.
-        logit_rows: [R] int64, tokens whose hidden state reaches the LM head.
+        logit_rows: [R] int64, tokens whose hidden state reaches the LM head; None: all.
     """
 
     input_ids: Tensor
@@ -39,7 +39,7 @@ class ForwardBatch:
     decode: StepMeta | None
     prefill: StepMeta | None
     num_decode_tokens: int
-    logit_rows: Tensor
+    logit_rows: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,13 @@ def pack_step(
 
 
 class DeviceTables:
-    """State by row on the device: `block_table` [rows, max_blocks] int32, `last_token` [rows]."""
+    """State by row on the device.
+
+    Attributes:
+        block_table: [rows + 1, max_blocks] int32.
+        last_token: [rows + 1] int64.
+        spare_row: the last row, which belongs to no sequence: padding reads and writes it.
+    """
 
     def __init__(
         self, *, num_rows: int, max_model_len: int, block_size: int, device: torch.device
@@ -130,8 +136,17 @@ class DeviceTables:
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
         self.device = device
-        self.block_table = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
-        self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.spare_row = num_rows
+        self.block_table = torch.zeros(num_rows + 1, max_blocks, dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+
+    def keep_tokens(self, rows: Tensor, tokens: Tensor) -> None:
+        """Let `tokens` [R] int64 be what the next steps of `rows` [R] int64 compute.
+
+        A row without a valid logit gives -1, whose request will end; until then its next step may
+        already be in flight and must not index the embedding with it.
+        """
+        self.last_token[rows] = tokens.clamp(min=0)
 
     def prepare_step(self, packed: PackedStep) -> tuple[ForwardBatch, Tensor]:
         """Return the step's arrays, and the rows [R] int64 that sample, in entry order.

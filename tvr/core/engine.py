@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from tvr.core.bad_words import bad_word_ids
 from tvr.core.batch import pack_step
+from tvr.core.decode_inputs import pack_decodes
 from tvr.core.engine_config import EngineConfig
 from tvr.core.loader import EngineParts
 from tvr.core.outputs import RequestOutput
@@ -21,7 +22,7 @@ from tvr.core.sampler import child_seed
 from tvr.core.sampling_params import SamplingParams
 from tvr.core.schedule_output import ScheduleOutput, SequenceUpdate
 from tvr.core.scheduler import Scheduler
-from tvr.core.step_extras import extras_of
+from tvr.core.step_extras import NO_EXTRAS, extras_of
 from tvr.core.step_result import StepResult, results_of
 from tvr.errors import ConfigError, OpFault, PolicyError, RequestError
 
@@ -59,6 +60,7 @@ class Engine:
         self._completions: dict[str, tuple[Request, Completion]] = {}
         self._special: set[str] = set()  # requests that want more of a step than tokens
         self._undelivered: dict[str, RequestOutput] = {}
+        self._num_graph_steps = self._num_eager_steps = 0
         self._start()
 
     def _start(self) -> None:
@@ -252,11 +254,14 @@ class Engine:
                 ]
                 for e in prefills
             ]
+            extras = extras_of(output, self._completions) if self._special else NO_EXTRAS
+            if not prefills and self._runner.holds(output.num_decodes):
+                self._num_graph_steps += 1
+                packed_decodes = pack_decodes(output, self._next_index)
+                return self._runner.submit_decodes(packed_decodes, extras)
+            self._num_eager_steps += 1
             packed = pack_step(output, token_ids, self._next_index)
-            if self._special:
-                extras = extras_of(output, self._completions)
-                return self._runner.submit(packed, resets, extras)
-            return self._runner.submit(packed, resets)
+            return self._runner.submit(packed, resets, extras)
         except Exception as error:
             return error
 
@@ -356,13 +361,16 @@ class Engine:
                 self._stepping.release()
 
     def stats(self) -> Mapping[str, int]:
-        """Return counts of the moment: running, waiting, KV blocks in use and in all."""
+        """Return counts of the moment: running, waiting, KV blocks in use and in all, and steps
+        so far, by whether they were launched as a CUDA graph or op by op."""
         blocks = self._scheduler.block_manager
         return {
             "num_running": self._scheduler.num_running,
             "num_waiting": self._scheduler.num_waiting,
             "num_blocks": self.limits.num_blocks,
             "num_used_blocks": self.limits.num_blocks - blocks.num_free,
+            "num_graph_steps": self._num_graph_steps,
+            "num_eager_steps": self._num_eager_steps,
         }
 
     def close(self) -> None:

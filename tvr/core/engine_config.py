@@ -46,6 +46,7 @@ class EngineConfig:
             that is there; "dummy" draws seeded weights.
         seed: of unseeded requests and of dummy weights.
         max_lag: steps the scheduler runs ahead of the device, 0 or 1.
+        enforce_eager: launch every step op by op, none as a CUDA graph.
         scheduling_policy: who goes first and who gives way; None: first come, first served.
         shadow: repeats every op on a reference, a `tvr.conformance.shadow.Shadow`; None: nobody.
             With it the scheduler does not run ahead, whatever `max_lag` says. Any other
@@ -67,6 +68,7 @@ class EngineConfig:
     load_format: str = "auto"
     seed: int = 0
     max_lag: int = 1
+    enforce_eager: bool = False
     scheduling_policy: SchedulingPolicy | None = None
     shadow: Watcher | None = None
 

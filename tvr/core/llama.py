@@ -81,6 +81,8 @@ class LlamaForCausalLM:
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """Return the final, normed hidden states [R, hidden] of `batch.logit_rows`.
 
+        Where these are all tokens, the next step overwrites them.
+
         Mutates: the slots of `kv_cache` that `batch.slot_mapping` names.
         """
         buffers = self._buffers_for(batch.input_ids.shape[0])
@@ -91,15 +93,25 @@ class LlamaForCausalLM:
             layer(batch, kv_cache.layers[idx], buffers, is_first=idx == 0)
 
         # Only these rows go on, so only they are normed.
-        residual, delta = residual[batch.logit_rows], delta[batch.logit_rows]  # [R, hidden]
-        out = torch.empty_like(residual)
+        out = buffers.normed
+        if batch.logit_rows is not None:
+            residual, delta = residual[batch.logit_rows], delta[batch.logit_rows]  # [R, hidden]
+            out = torch.empty_like(residual)
         self._norm.add(delta, residual, out=out)
         return out
 
     @torch.inference_mode()
-    def compute_logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return the logits [R, vocab], in the activation dtype, of states [R, hidden]."""
-        return self._lm_head(hidden, out=hidden.new_empty(len(hidden), self.config.vocab_size))
+        return self._lm_head(hidden, out=self.new_logits(len(hidden)) if out is None else out)
+
+    def new_logits(self, num_rows: int) -> Tensor:
+        """Return room for logits [num_rows, vocab]."""
+        return self._embedding.new_empty(num_rows, self.config.vocab_size)
+
+    def reserve(self, num_tokens: int) -> None:
+        """Allocate activations for steps of up to `num_tokens`; smaller steps move nothing."""
+        self._buffers_for(num_tokens)
 
     def _buffers_for(self, num_tokens: int) -> Buffers:
         if num_tokens > self._buffers.num_tokens:

@@ -51,6 +51,7 @@ class LLM(Engine):
         plugins: str | PathLike[str] | Iterable[object] | None = None,
         strict: bool = False,
         max_lag: int = 1,
+        enforce_eager: bool = False,
         scheduling_policy: SchedulingPolicy | None = None,
         shadow: Watcher | None = None,
         progress: Progress | None = None,
@@ -85,6 +86,7 @@ class LLM(Engine):
             seed=seed,
             strict=strict,
             max_lag=max_lag,
+            enforce_eager=enforce_eager,
             scheduling_policy=scheduling_policy,
             shadow=shadow,
         )

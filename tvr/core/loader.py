@@ -14,6 +14,7 @@ from tvr.contract import ArgmaxSpec, Bounds, DeviceFacts
 from tvr.core.batch import DeviceTables
 from tvr.core.checkpoint_source import open_checkpoint
 from tvr.core.config import ModelConfig
+from tvr.core.decode_graphs import CudaCapture, DecodeGraphs, no_collection, obstacles
 from tvr.core.engine_config import EngineConfig
 from tvr.core.hub import resolve_model
 from tvr.core.kv_cache import KVCache
@@ -41,7 +42,12 @@ from tvr.errors import BackendUnavailable, CapacityError, ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """What `load_engine` built. `load_seconds` is how long it took."""
+    """What `load_engine` built.
+
+    Attributes:
+        eager_reasons: why no step is launched as a CUDA graph; empty: decodes are.
+        load_seconds: how long loading took.
+    """
 
     model_config: ModelConfig
     tokenizer: Tokenizer | None
@@ -52,6 +58,7 @@ class EngineParts:
     device: DeviceFacts
     dtype: str
     load_seconds: float
+    eager_reasons: tuple[str, ...] = ()
 
 
 def device_facts(device: str) -> DeviceFacts:
@@ -218,8 +225,17 @@ def load_engine(
         sampler = SamplerState(seqs, model_config.vocab_size, where, eos_token_ids=eos_ids)
         ops.start(bounds)
         runner = ModelRunner(llama, ops, argmax, kv_cache, tables, sampler)
+        eager_reasons = ["the device is no GPU"]
         if device.type == "cuda":
             warm_up(runner, bounds, config.block_size, num_blocks)
+            eager_reasons = obstacles(config, ops)
+        if not eager_reasons:
+            llama.reserve(tokens)  # a graph knows addresses: nothing may move from here on
+            runner.graphs = DecodeGraphs(
+                llama, ops, argmax, kv_cache, tables, max_num_seqs=seqs, max_seq_len=context
+            )
+            with no_collection():
+                runner.graphs.capture(CudaCapture(ops.stream))
     return EngineParts(
         model_config=model_config,
         tokenizer=tokenizer,
@@ -236,5 +252,6 @@ def load_engine(
         ),
         device=device,
         dtype=dtype,
+        eager_reasons=tuple(eager_reasons),
         load_seconds=time.perf_counter() - began,
     )

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from tvr.core.batch import DeviceTables, PackedStep
+from tvr.core.decode_graphs import DecodeGraphs
+from tvr.core.decode_inputs import PackedDecodes
 from tvr.core.device_copy import to_device, to_index
 from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
@@ -25,7 +27,7 @@ from tvr.core.logprobs import LogprobTensors
 from tvr.core.ops import OpTable
 from tvr.core.sampler import SamplerState, sample
 from tvr.core.sampling_params import SamplingParams
-from tvr.core.step_extras import PromptRows, StepExtras
+from tvr.core.step_extras import NO_EXTRAS, PromptRows, StepExtras
 from tvr.core.step_result import DeviceResult, StepResult
 from tvr.errors import KernelError
 
@@ -50,8 +52,6 @@ Pending = Callable[[], StepResult]
 PROMPT_LOGIT_ROWS = 64
 MAX_PROMPT_LOGIT_ROWS = 1024
 
-_NO_EXTRAS = StepExtras()
-
 
 def on_device(
     device: torch.device, stream: torch.cuda.Stream | None
@@ -63,7 +63,11 @@ def on_device(
 
 
 class ModelRunner:
-    """Runs packed steps on one device, in the order they are submitted."""
+    """Runs packed steps on one device, in the order they are submitted.
+
+    Attributes:
+        graphs: runs steps of decodes only; None: no graph is captured.
+    """
 
     def __init__(
         self,
@@ -81,7 +85,8 @@ class ModelRunner:
         self._sampler = sampler
         self._device = tables.device
         self._stream = ops.stream
-        num_rows = tables.last_token.shape[0]
+        self.graphs: DecodeGraphs | None = None
+        num_rows = tables.spare_row
         self._prompt_lens = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
         self._prompt_logit_rows = min(max(PROMPT_LOGIT_ROWS, num_rows), MAX_PROMPT_LOGIT_ROWS)
         self._argmax = argmax
@@ -90,7 +95,7 @@ class ModelRunner:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="tvr-cpu-device")
 
     def submit(
-        self, packed: PackedStep, resets: Sequence[RowState], extras: StepExtras = _NO_EXTRAS
+        self, packed: PackedStep, resets: Sequence[RowState], extras: StepExtras = NO_EXTRAS
     ) -> Pending:
         """Start a step and return a callable that waits for its results.
 
@@ -102,12 +107,23 @@ class ModelRunner:
         Raises:
             Exception: whatever the step raised, from this call or from the returned one.
         """
+        return self._start(partial(self._run, packed, resets, extras))
+
+    def holds(self, num_decodes: int) -> bool:
+        """Whether there is a graph for a step of so many decodes and nothing else."""
+        return self.graphs is not None and self.graphs.holds(num_decodes)
+
+    def submit_decodes(self, packed: PackedDecodes, extras: StepExtras = NO_EXTRAS) -> Pending:
+        """Start a step of decodes by a graph; it must hold so many. Else as `submit`."""
+        return self._start(partial(self._replay, packed, extras))
+
+    def _start(self, step: Callable[[], DeviceResult]) -> Pending:
         if self._worker is not None:
-            return partial(_result_of, self._worker.submit(self._run, packed, resets, extras))
+            return partial(_result_of, self._worker.submit(step))
         # Whichever thread this is: its current device and stream may be others.
         with on_device(self._device, self._stream):
             try:
-                pinned = self._run(packed, resets, extras).to_pinned()
+                pinned = step().to_pinned()
             except SystemExit as error:
                 raise _ended_by(error) from error
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -136,8 +152,10 @@ class ModelRunner:
                 state.bad_words,
             )
         batch, rows = self._tables.prepare_step(packed)
+        assert batch.logit_rows is not None
+        last = batch.logit_rows
         if extras.prompts:
-            batch = replace(batch, logit_rows=_with_prompts(batch.logit_rows, extras.prompts))
+            batch = replace(batch, logit_rows=_with_prompts(last, extras.prompts))
         self._ops.plan(batch)
         # [R, hidden], then a row for each prompt token asked about
         hidden = self._model.forward(batch, self._kv_cache)
@@ -146,27 +164,53 @@ class ModelRunner:
         result = DeviceResult(tokens=rows, prompts=extras.prompts, prompt_logprobs=prompt_logprobs)
         if num_samples == 0:
             return result
-        raw_logits = self._model.compute_logits(hidden[:num_samples])  # [R, vocab]
+        logits = self._model.compute_logits(hidden[:num_samples])  # [R, vocab]
+        positions = batch.positions[last]
+        return self._choose(result, logits, rows, positions, packed.sample_rows, extras)
+
+    @torch.inference_mode()
+    def _replay(self, packed: PackedDecodes, extras: StepExtras) -> DeviceResult:
+        """Compute one step by a graph; what chooses tokens otherwise than greedily comes behind."""
+        assert self.graphs is not None, "whoever submits has asked for them"
+        if self._sampler.is_greedy(packed.rows) and not extras.processed:
+            tokens = self.graphs.greedy(packed)
+            # On CUDA the copy to the host comes before the next step, which overwrites them; here
+            # another thread reads them, perhaps later.
+            return DeviceResult(tokens=tokens if self._worker is None else tokens.clone())
+        logits, rows, positions = self.graphs.logits(packed)
+        result = DeviceResult(tokens=rows)
+        return self._choose(result, logits, rows, positions, packed.rows, extras)
+
+    def _choose(
+        self,
+        result: DeviceResult,
+        raw_logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        host_rows: list[int],
+        extras: StepExtras,
+    ) -> DeviceResult:
+        """Return `result` with the tokens chosen from logits [R, vocab], and what belongs to them.
+
+        Args:
+            result: the rest of the step's results.
+            raw_logits: the model's own.
+            rows, positions: [R] int64, of the last token of each sequence.
+            host_rows: `rows` on the host.
+            extras: what is wanted besides tokens.
+        """
         logits, errors = raw_logits, {}
         if extras.processed:
             logits = raw_logits.clone()
             failures = {row.sequence_id: row.apply(logits) for row in extras.processed}
             errors = {i: error for i, error in failures.items() if error is not None}
         # The token after position p is output number p + 1 - prompt length.
-        last = batch.logit_rows[:num_samples]
-        output_positions = batch.positions[last] + 1 - self._prompt_lens[rows]
+        output_positions = positions + 1 - self._prompt_lens[rows]
         tokens = sample(
-            logits,
-            self._sampler,
-            rows,
-            output_positions,
-            self._argmax,
-            host_rows=packed.sample_rows,
+            logits, self._sampler, rows, output_positions, self._argmax, host_rows=host_rows
         )
-        # A row without a valid logit gives -1, whose request will end; until then its next
-        # step may already be in flight and must not index the embedding with it.
-        self._tables.last_token[rows] = tokens.clamp(min=0)
-        places = self._sampler.wanted_logprobs(packed.sample_rows)
+        self._tables.keep_tokens(rows, tokens)
+        places = self._sampler.wanted_logprobs(host_rows)
         return replace(
             result,
             tokens=tokens,
@@ -197,6 +241,7 @@ class ModelRunner:
         """Wait for the steps in flight, end the worker thread and let go of model and KV pool."""
         if self._worker is not None:
             self._worker.shutdown()
+        self.graphs = None
         del self._model, self._kv_cache, self._tables, self._sampler, self._argmax
 
 

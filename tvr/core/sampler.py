@@ -24,7 +24,7 @@ from tvr.core.device_copy import to_index
 from tvr.core.draw import Draw
 from tvr.core.sampler_state import Kind, RowNeeds, SamplerState
 
-__all__ = ["SamplerState", "child_seed", "sample"]
+__all__ = ["SamplerState", "child_seed", "greedy_tokens", "sample"]
 
 _WORD = (1 << 64) - 1
 
@@ -78,7 +78,7 @@ def sample(
     total, device = len(needs), logits.device
     is_greedy = [n.kind is Kind.GREEDY and not n.adjusted and allowed is None for n in needs]
     if all(is_greedy):
-        return _greedy(logits, argmax)
+        return greedy_tokens(logits, argmax)
 
     greedy = [i for i, simple in enumerate(is_greedy) if simple]
     scored = [i for i, simple in enumerate(is_greedy) if not simple]
@@ -94,11 +94,11 @@ def sample(
     )
     if greedy:
         index = to_index(greedy, total, device)
-        tokens[index] = _greedy(logits[index], argmax)
+        tokens[index] = greedy_tokens(logits[index], argmax)
     return tokens
 
 
-def _greedy(logits: Tensor, argmax: Callable[..., Tensor]) -> Tensor:
+def greedy_tokens(logits: Tensor, argmax: Callable[..., Tensor]) -> Tensor:
     """Return the argmax op's answer [r], -1 where the largest logit is not finite."""
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     tokens = argmax(logits, out=tokens)  # -1 where there is a NaN

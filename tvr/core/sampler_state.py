@@ -87,6 +87,7 @@ class SamplerState:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self._rows = [RowNeeds()] * max_rows
+        self._special: set[int] = set()  # rows that need more than the argmax
         self.rules = LogitRules(max_rows, vocab_size, self.device, eos_token_ids)
         self.temperature = torch.ones(max_rows, device=self.device)
         self.max_gap = torch.full((max_rows,), torch.inf, device=self.device)
@@ -120,7 +121,11 @@ class SamplerState:
         """
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         rules = self.rules.reset(row, params, bad_words, output_token_ids)
-        self._rows[row] = self._needs_of(params, top_k, rules)
+        self._rows[row] = needs = self._needs_of(params, top_k, rules)
+        if needs.kind is Kind.GREEDY and not needs.adjusted and needs.logprobs is None:
+            self._special.discard(row)
+        else:
+            self._special.add(row)
         values = [
             (self.temperature, 1.0 if params.is_greedy else params.temperature),
             (self.max_gap, -math.log(params.min_p) if params.min_p > 0 else math.inf),
@@ -168,6 +173,10 @@ class SamplerState:
     def needs(self, rows: Sequence[int]) -> list[RowNeeds]:
         """Return what each of `rows` takes, from the host's mirror."""
         return [self._rows[row] for row in rows]
+
+    def is_greedy(self, rows: Sequence[int]) -> bool:
+        """Return whether all of `rows` take the largest of the model's logits, and nothing else."""
+        return self._special.isdisjoint(rows)
 
     def wanted_logprobs(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Return (place in `rows`, number of likeliest tokens) where logprobs are wanted."""

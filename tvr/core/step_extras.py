@@ -84,6 +84,10 @@ class StepExtras:
     processed: Sequence[ProcessedRow] = ()
 
 
+#: Of a step of which nothing but tokens is wanted.
+NO_EXTRAS = StepExtras()
+
+
 def extras_of(
     output: ScheduleOutput, completions: Mapping[str, tuple[Request, Completion]]
 ) -> StepExtras:

@@ -1,0 +1,220 @@
+"""Steps of decodes as graphs: a tape in place of CUDA's on the CPU, real ones on a GPU."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from support import graph_safe, tape
+from support.engines import (
+    all_blocks_came_back,
+    drain,
+    engine,
+    greedy,
+    prompts_of,
+    save_shape,
+    tokens_of,
+)
+from tvr import SamplingParams
+from tvr.core.decode_graphs import DecodeGraphs, graph_sizes
+from tvr.core.runner import ModelRunner
+from tvr.errors import KernelError
+from tvr.hookspecs import hookimpl
+
+LENGTHS = [5, 16, 17, 40, 33, 1, 64, 20, 47]
+PARAMS = [
+    greedy(24),
+    greedy(40),
+    SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=24, ignore_eos=True),
+    greedy(5),
+    greedy(30, repetition_penalty=1.3, logprobs=2),
+    SamplingParams(temperature=1.0, top_k=5, seed=3, max_tokens=33, ignore_eos=True),
+    greedy(2),
+    greedy(24, logits_processors=[lambda ids, logits: logits.roll(1)]),
+    greedy(18),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_shape(tmp_path_factory.mktemp("model"))
+
+
+def plans_on_the_host():
+    """Return `graph_safe`, whose plan is not to be captured, and asserts that it is not."""
+    right = graph_safe.backend()
+    ops = {
+        op: [replace(box, flags=box.flags - {"plan_in_graph"}) for box in boxes]
+        for op, boxes in graph_safe.INFO.ops.items()
+    }
+    info = replace(graph_safe.INFO, ops=ops)
+
+    def bind_attention_decode(spec, device):
+        bound = graph_safe.bind_attention(spec, device)
+
+        def plan(step):
+            # Real lengths of the host, which no capture may read.
+            lens = torch.tensor(step.seq_lens_cpu, dtype=torch.int32)
+            assert step.max_seq_len == max(step.seq_lens_cpu)
+            bound.plan(replace(step, seq_lens=lens))
+
+        return replace(bound, plan=plan)
+
+    hooks = vars(right) | {
+        "tvr_backend_info": hookimpl(lambda: info),
+        "tvr_bind_attention_decode": hookimpl(bind_attention_decode),
+    }
+    return SimpleNamespace(**hooks)
+
+
+BACKENDS = {"plan_inside": graph_safe.backend, "plan_outside": plans_on_the_host}
+
+
+@contextmanager
+def graphed(checkpoint, backend, *, capture=tape.capture, **settings):
+    """Yield an engine whose steps of decodes are replays of a tape, and none of them eager."""
+    settings = {"max_num_seqs": 8, "dtype": "float32", "device": "cpu", **settings}
+    with engine(checkpoint, backend="graph_safe", plugins=[backend()], **settings) as llm:
+        runner = llm._runner
+        runner._model.reserve(llm.limits.max_num_batched_tokens)
+        graphs = DecodeGraphs(
+            runner._model,
+            runner._ops,
+            runner._argmax,
+            runner._kv_cache,
+            runner._tables,
+            max_num_seqs=llm.limits.max_num_seqs,
+            max_seq_len=llm.limits.max_model_len,
+        )
+        graphs.capture(lambda fn: capture(fn, None))
+        runner.graphs = graphs
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def eager(checkpoint):
+    with engine(checkpoint, backend="graph_safe", plugins=[graph_safe.backend()]) as llm:
+        return llm.generate(prompts_of(LENGTHS), PARAMS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+@pytest.mark.parametrize("lag", [0, 1])
+def test_graphs_give_the_tokens_of_eager_steps(checkpoint, eager, backend, lag):
+    with graphed(checkpoint, backend, max_lag=lag) as llm:
+        outputs = llm.generate(prompts_of(LENGTHS), PARAMS)
+        assert tokens_of(outputs) == tokens_of(eager)
+        for mine, right in zip(outputs, eager, strict=True):
+            for found, wanted in zip(
+                mine.outputs[0].logprobs or [], right.outputs[0].logprobs or [], strict=True
+            ):
+                assert list(found) == list(wanted)
+        stats = llm.stats()
+        assert stats["num_graph_steps"] > 20
+        assert all_blocks_came_back(llm)
+
+
+def test_only_steps_of_decodes_are_replayed(checkpoint):
+    prompts = prompts_of([50, 50, 50])
+    with graphed(checkpoint, graph_safe.backend, max_num_batched_tokens=16) as llm:
+        llm.generate(prompts, greedy(6))
+        stats = llm.stats()
+        assert stats["num_eager_steps"] >= 150 // 16
+        assert stats["num_graph_steps"] >= 5
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_preempted_and_aborted_requests_do_not_show(checkpoint, lag):
+    """Rows change hands between replays, and blocks go to others."""
+    prompts = prompts_of(LENGTHS, seed=1)
+    with engine(checkpoint, backend="graph_safe", plugins=[graph_safe.backend()]) as llm:
+        right = tokens_of(llm.generate(prompts, greedy(40)))
+    with graphed(
+        checkpoint, graph_safe.backend, max_lag=lag, num_blocks=14, max_model_len=128
+    ) as llm:
+        for i, prompt in enumerate(prompts):
+            llm.add_request(str(i), prompt, greedy(40))
+            llm.add_request(f"aborted {i}", prompt[::-1], greedy(40))
+            llm.step()
+            llm.abort(f"aborted {i}")
+        found = drain(llm)
+        assert [found[str(i)].outputs[0].token_ids for i in range(len(prompts))] == right
+        assert all_blocks_came_back(llm)
+
+
+def test_a_step_larger_than_every_graph_is_launched_eagerly(checkpoint, monkeypatch):
+    monkeypatch.setattr("tvr.core.decode_graphs.MAX_SIZE", 4)
+    with graphed(checkpoint, graph_safe.backend) as llm:
+        llm.generate(prompts_of([3] * 6), greedy(8))
+        assert llm.stats()["num_graph_steps"] == 0
+        llm.generate(prompts_of([3] * 4), greedy(8))
+        assert llm.stats()["num_graph_steps"] > 0
+
+
+def test_padding_writes_no_slot_and_no_row(checkpoint):
+    """Three decodes in a graph of four: the pool and the tables hold what three left."""
+    prompts = prompts_of([3, 9, 20])
+    with graphed(checkpoint, graph_safe.backend, enable_prefix_caching=False) as llm:
+        for cache in llm._runner._kv_cache.layers:
+            for pool in cache:
+                pool.fill_(7.0)
+        llm.generate(prompts, greedy(9))
+        keys = llm._runner._kv_cache.layers[0][0]
+        touched = int((keys != 7.0).any(dim=(1, 3)).sum())
+        # The last token of each is never computed.
+        assert touched == sum(len(p) for p in prompts) + 3 * (9 - 1)
+
+
+def test_a_backend_that_waits_in_its_run_is_named(checkpoint):
+    def faulty():
+        def change(bound, spec):
+            if spec.op != "silu_mul":
+                return bound
+
+            def run(x, *, out):
+                assert x.sum().item() is not None
+                return bound.run(x, out=out)
+
+            return replace(bound, run=run)
+
+        return graph_safe.backend(change)
+
+    with (
+        pytest.raises(KernelError, match=r"captured.*by silu_mul of backend 'graph_safe'"),
+        graphed(checkpoint, faulty),
+    ):
+        pass
+
+
+def test_sizes_rise_and_end_at_the_largest_step():
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(6) == [1, 2, 4, 6]
+    assert graph_sizes(32) == [1, 2, 4, 8, 16, 24, 32]
+    assert graph_sizes(256)[-2:] == [248, 256]
+    assert graph_sizes(10_000)[-2:] == [496, 512]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["pycuda", "triton"])
+def test_an_engine_on_a_gpu_captures_its_steps(checkpoint, backend, monkeypatch):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    prompts = prompts_of(LENGTHS)
+    settings = {"backend": backend, "device": "cuda", "dtype": "float32", "max_num_seqs": 8}
+    with engine(checkpoint, **settings, enforce_eager=True) as llm:
+        right = tokens_of(llm.generate(prompts, PARAMS))
+        assert llm.stats()["num_graph_steps"] == 0
+        assert llm.parts.eager_reasons == ("enforce_eager is set",)
+    with engine(checkpoint, **settings) as llm:
+        assert tokens_of(llm.generate(prompts, PARAMS)) == right
+        steps = []
+        submit = ModelRunner.submit_decodes
+        monkeypatch.setattr(
+            ModelRunner, "submit_decodes", lambda *a: (steps.append(1), submit(*a))[1]
+        )
+        llm.generate(prompts[:3], greedy(20))
+        assert len(steps) >= 19
+        assert llm.parts.eager_reasons == ()

@@ -1,0 +1,151 @@
+"""The arrays of a step of decodes only, at addresses that never change, as a CUDA graph needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from tvr.contract import StepMeta
+from tvr.core.batch import DeviceTables, ForwardBatch
+from tvr.core.schedule_output import ScheduleOutput
+
+_NOTHING = -1  # in place of a position: padding; of a block id: the sequence takes no new block
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedDecodes:
+    """A step of S decodes as the host sends it.
+
+    Attributes:
+        data: [3, S] int32: row, position of the token to compute, and block id appended to the
+            block table or -1.
+        rows, seq_lens: what the host needs to know of it without asking the device.
+    """
+
+    data: np.ndarray[tuple[int, int], np.dtype[np.int32]]
+    rows: list[int]
+    seq_lens: list[int]
+
+
+def pack_decodes(output: ScheduleOutput, next_index: list[int]) -> PackedDecodes:
+    """Return `output`, a step of decodes only, packed for the device.
+
+    Args:
+        output: what the scheduler picked.
+        next_index: for each row, how many block ids its table row holds.
+
+    Mutates: `next_index`.
+    """
+    entries = output.entries
+    rows = [e.row for e in entries]
+    starts = [e.start for e in entries]
+    new_blocks = [_NOTHING] * len(entries)
+    for i, e in enumerate(entries):
+        if e.new_block_ids:
+            (new_blocks[i],) = e.new_block_ids  # one token needs at most one more
+            next_index[e.row] += 1
+    return PackedDecodes(
+        data=np.array((rows, starts, new_blocks), dtype=np.int32),
+        rows=rows,
+        seq_lens=[start + 1 for start in starts],
+    )
+
+
+#: A step of nothing.
+NO_DECODES = PackedDecodes(data=np.empty((3, 0), np.int32), rows=[], seq_lens=[])
+
+
+class DecodeInputs:
+    """Arrays for up to `size` sequences; a step of n uses the first n of each.
+
+    `load` sends what the host knows, `prepare` makes the arrays of it on the device. What is past
+    the step's sequences is padding: length 0, slot -1, position 0, and the tables' spare row.
+
+    Args:
+        tables: where rows keep their block tables and last tokens.
+        size: most sequences.
+        max_seq_len: most tokens of a sequence, the bound that graphs are captured with.
+
+    Attributes:
+        rows, positions: [size] int64, as in `ForwardBatch`.
+    """
+
+    def __init__(self, tables: DeviceTables, *, size: int, max_seq_len: int) -> None:
+        device = tables.device
+        self._tables = tables
+        self._max_seq_len = max_seq_len
+        self._sent = torch.empty(3 * size, dtype=torch.int32, device=device)
+        self.rows = torch.zeros(size, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(size, dtype=torch.int64, device=device)
+        self._input_ids = torch.zeros(size, dtype=torch.int64, device=device)
+        self._slot_mapping = torch.full((size,), -1, dtype=torch.int64, device=device)
+        self._seq_lens = torch.zeros(size, dtype=torch.int32, device=device)
+        self._block_table = torch.zeros(
+            size, tables.block_table.shape[1], dtype=torch.int32, device=device
+        )
+        self._cu_seqlens_q = torch.arange(size + 1, dtype=torch.int32, device=device)
+
+    def load(self, packed: PackedDecodes, size: int) -> None:
+        """Start copying a step to the device, filled up with padding to `size` sequences."""
+        on_host = torch.empty(3, size, dtype=torch.int32, pin_memory=self._sent.is_cuda)
+        padded, n = on_host.numpy(), packed.data.shape[1]
+        padded[:, :n] = packed.data
+        padded[0, n:] = self._tables.spare_row
+        padded[1:, n:] = _NOTHING
+        self._sent[: 3 * size].copy_(on_host.view(-1), non_blocking=True)
+
+    def prepare(self, size: int) -> None:
+        """Fill the arrays for `size` sequences from what was loaded and the tables.
+
+        Mutates: the tables' `block_table`, by the step's new block ids.
+        """
+        block_size, table = self._tables.block_size, self._tables.block_table
+        rows, starts, new_blocks = self._sent[: 3 * size].view(3, size).unbind()
+        self.rows[:size].copy_(rows)
+        rows = self.rows[:size]
+        positions = self.positions[:size].copy_(starts.clamp(min=0))
+        columns = positions // block_size
+        blocks = torch.where(new_blocks >= 0, new_blocks, table[rows, columns])
+        table[rows, columns] = blocks
+        torch.index_select(table, 0, rows, out=self._block_table[:size])
+        torch.index_select(self._tables.last_token, 0, rows, out=self._input_ids[:size])
+        self._seq_lens[:size].copy_(starts + 1)
+        # int64 before the product: slot numbers pass 2^31 in large pools.
+        slots = blocks.long() * block_size + positions % block_size
+        self._slot_mapping[:size].copy_(torch.where(starts >= 0, slots, -1))
+
+    def batch(self, size: int) -> ForwardBatch:
+        """Return the step of `size` sequences; host integers are the bounds."""
+        meta = StepMeta(
+            block_table=self._block_table[:size],
+            seq_lens=self._seq_lens[:size],
+            cu_seqlens_q=self._cu_seqlens_q[: size + 1],
+            num_seqs=size,
+            num_tokens=size,
+            max_q_len=1,
+            max_seq_len=self._max_seq_len,
+            seq_lens_cpu=[self._max_seq_len] * size,
+        )
+        return ForwardBatch(
+            input_ids=self._input_ids[:size],
+            positions=self.positions[:size],
+            slot_mapping=self._slot_mapping[:size],
+            step=meta,
+            decode=meta,
+            prefill=None,
+            num_decode_tokens=size,
+            logit_rows=None,
+        )
+
+
+def with_real_lengths(batch: ForwardBatch, seq_lens: Sequence[int]) -> ForwardBatch:
+    """Return a step of decodes with `seq_lens` for host integers; padding has length 0."""
+    meta = replace(
+        batch.step,
+        max_seq_len=max(seq_lens),
+        seq_lens_cpu=[*seq_lens, *[0] * (batch.step.num_seqs - len(seq_lens))],
+    )
+    return replace(batch, step=meta, decode=meta)
