@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,8 @@ from torch.nn.functional import pad
 from tvr.contract import BoundOp, LinearSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
 _TILE_ROWS = 16
@@ -26,7 +29,10 @@ def _run(x: Tensor, packed: tuple[Tensor, Tensor | None], *, out: Tensor) -> Ten
     """out = x @ weight.T (+ bias); x [T, in], weight [out, in], bias [out]; out may be wider."""
     weight, bias = packed
     if x.is_cuda and x.dtype != torch.float32:
-        # cuBLAS may add partial products in half precision, and the bias to a rounded product.
+        if bias is None and out.dtype == x.dtype:
+            with _sums_in_fp32():
+                return torch.mm(x, weight.t(), out=out)
+        # A bias would be added to a rounded product.
         product = torch.mm(x, weight.t(), out_dtype=torch.float32)
         return out.copy_(product if bias is None else product.add_(bias))
     if out.dtype != x.dtype:
@@ -35,6 +41,26 @@ def _run(x: Tensor, packed: tuple[Tensor, Tensor | None], *, out: Tensor) -> Ten
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
+
+
+_HALF_SUMS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+
+
+@contextmanager
+def _sums_in_fp32() -> Iterator[None]:
+    """Keep cuBLAS from adding partial products in half precision, as torch lets it."""
+    matmul = torch.backends.cuda.matmul
+    before = {}
+    for name in _HALF_SUMS:
+        # Newer torch keeps a pair, of which the name alone gives the first.
+        splits = getattr(matmul, f"{name}_split_k", None)
+        before[name] = getattr(matmul, name) if splits is None else (getattr(matmul, name), splits)
+        setattr(matmul, name, False)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(matmul, name, value)
 
 
 def _pack_padded(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
