@@ -94,7 +94,7 @@ def test_a_model_makes_the_tokens_of_the_reference():
     "options",
     [
         pytest.param(["--op", ",".join(op for op in OPS if "attention" not in op)], id="rows"),
-        # All checks of attention would take minutes; .ci/run has a few more.
+        # All checks of attention take minutes; .ci/run has them.
         pytest.param(
             ["--op", "attention_decode,attention_prefill", "--check", "output_matches_oracle"],
             id="attention",

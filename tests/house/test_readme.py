@@ -40,4 +40,4 @@ def test_the_quick_start_is_two_commands():
     assert len(run.strip().splitlines()) == len(test.strip().splitlines()) == 1
     assert "tvr run" in run
     assert "[test]" in test
-    assert test.strip().endswith("pytest")
+    assert "&& pytest" in test

@@ -121,14 +121,19 @@ def test_the_core_library_needs_only_the_standard_library():
 
 
 def test_importing_tvr_takes_no_torch_and_little_time():
-    out = run_python(
-        "import sys, time\n"
-        "begin = time.perf_counter(); import tvr; took = time.perf_counter() - begin\n"
-        "print(took, 'torch' in sys.modules)\n"
-    )
-    took, torch_loaded = out.split()
-    assert torch_loaded == "False"
-    assert float(took) < 0.1
+    def once() -> tuple[float, str]:
+        out = run_python(
+            "import sys, time\n"
+            "begin = time.perf_counter(); import tvr; took = time.perf_counter() - begin\n"
+            "print(took, 'torch' in sys.modules)\n"
+        )
+        took, torch_loaded = out.split()
+        return float(took), torch_loaded
+
+    results = [once() for _ in range(3)]
+    assert {loaded for _, loaded in results} == {"False"}
+    # The best of three: the machine may be busy with other tests.
+    assert min(took for took, _ in results) < 0.1
 
 
 def test_help_is_quick_and_takes_no_torch():
@@ -147,5 +152,4 @@ def test_help_is_quick_and_takes_no_torch():
 
     results = [once() for _ in range(3)]
     assert {loaded for _, loaded in results} == {"False"}
-    # The best of three: the machine may be busy with other tests.
-    assert min(took for took, _ in results) < 0.5
+    assert min(took for took, _ in results) < 0.5  # again the best of three
