@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from triton.runtime.interpreter import interpreter_builder
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tvr.backends.triton.decode_kernels import split_kernel
-from tvr.backends.triton.launch import Config, Kernel
+from tvr.backends.triton.launch import Config, Interpreter, Kernel
 from tvr.backends.triton.prefill import bind_attention_prefill
 from tvr.backends.triton.prefill_kernels import prefill_kernel
 from tvr.contract import AttentionPrefillSpec, StepMeta
@@ -114,3 +117,14 @@ def test_a_launch_that_fails_names_kernel_and_grid_in_one_line():
         "RuntimeError: out of resource: shared memory, Required: 300000"
     )
     assert caught.value.__cause__ is refusal
+
+
+def test_the_interpreter_looks_for_overflow_only_where_it_would_tell(monkeypatch):
+    """To look for it, and drop what was found, takes a third of its time."""
+    debugging = replace(interpreter_builder.options, debug=True, sanitize_overflow=True)
+    monkeypatch.setattr(interpreter_builder, "options", debugging)
+    Interpreter()
+    assert interpreter_builder.options is debugging
+    interpreter_builder.options = replace(debugging, debug=False)
+    Interpreter()
+    assert not interpreter_builder.options.sanitize_overflow
