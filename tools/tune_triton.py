@@ -31,6 +31,7 @@ import triton
 from tvr.backends.triton import configs, plugin
 from tvr.backends.triton.configs import Key, read_table
 from tvr.backends.triton.launch import Config, CudaGpu, Gpu, is_interpreted, open_gpu
+from tvr.backends.triton.rope import tokens_class
 from tvr.bench.attention_inputs import attention_calls
 from tvr.bench.buffers import Buffers
 from tvr.bench.cells import AttentionCell, Cell, attention_cells
@@ -59,8 +60,8 @@ _HEADS: dict[str, tuple[int, ...]] = {"num_warps": (1, 2, 4), "HEADS": (4, 8, 16
 #: not named stays. Of other kernels it is each number halved and doubled, or one less and one more.
 SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     "attention_decode": {
+        "num_warps": (4, 8),
         "num_stages": (2, 3, 4, 5, 6),
-        "TILE": (64, 128),
         "PROGRAMS": (1, 2, 3, 4),
     },
     "attention_prefill": {
@@ -79,9 +80,9 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     "silu_mul": {"num_warps": (4, 8), "BLOCK": (1024, 2048, 4096)},
     "rms_norm": {"num_warps": (1, 2, 4, 8, 16)},
     "add_rms_norm": {"num_warps": (1, 2, 4, 8, 16)},
-    "rope": _HEADS,
+    "rope": _HEADS | {"TOKENS": (1, 4)},
     "kv_write": _HEADS,
-    "rope_kv_write": _HEADS,
+    "rope_kv_write": _HEADS | {"TOKENS": (1, 4)},
     "argmax": {"num_warps": (4, 8, 16), "BLOCK": (2048, 4096, 8192)},
 }
 MOST_WARPS = 16
@@ -188,7 +189,9 @@ def keys_of(cells: Iterable[Cell], gpu: Gpu) -> dict[Key, tuple[Config, list[Cel
             plugin.bind(cell.spec, gpu)
         for key, default in asked.items():
             # A kernel for some count of rows is bound for others too, but not run.
-            if dict(key[2]).get("rows") in (None, cell.fields.get("rows")):
+            rows, shape = cell.fields.get("rows"), dict(key[2])
+            tokens = tokens_class(rows) if rows else None
+            if shape.get("rows") in (None, rows) and shape.get("tokens") in (None, tokens):
                 found.setdefault(key, (default, []))[1].append(cell)
     return found
 

@@ -31,6 +31,11 @@ def test_nan_in_the_next_sequence_does_not_reach_a_chunk_behind_a_short_prefix()
     run_interpreted(_PREFILL)
 
 
+def test_rope_of_many_tokens_is_that_of_few():
+    """They have tiles of their own, of several tokens each; the last is not full."""
+    run_interpreted(_ROPE)
+
+
 _SILU_MUL = """
 import torch
 from tvr.backends.triton.activation import bind_silu_mul
@@ -79,4 +84,35 @@ def first_sequence():
 clean = first_sequence()
 k[new:] = v[new:] = torch.nan
 assert clean.isfinite().all() and torch.equal(first_sequence(), clean)
+"""
+
+_ROPE = """
+import torch
+from tvr.backends.triton import rope
+from tvr.backends.triton.launch import open_gpu
+from tvr.contract import RopeKvWriteSpec, RopeSpec
+n, heads, kv_heads, dim = 23, 3, 1, 16
+rope._MANY_TOKENS = 16  # or the interpreter would take long
+assert rope.tokens_class(n) == rope.MANY and rope.tokens_class(12) == rope.FEW
+torch.manual_seed(0)
+q, k, v = torch.randn(n, heads, dim), torch.randn(n, kv_heads, dim), torch.randn(n, kv_heads, dim)
+positions, angles = torch.randint(0, 64, (n,)), torch.randn(64, dim)
+slots = torch.randperm(32)[:n]
+slots[::7] = -1
+sizes = {"dtype": "float32", "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
+spec = RopeKvWriteSpec(**sizes, block_size=16)
+alone, op = (bind(of, open_gpu("cpu")) for bind, of in (
+    (rope.bind_rope, RopeSpec(**sizes)), (rope.bind_rope_kv_write, spec)))
+def run(parts):
+    caches = torch.zeros(2, 2, kv_heads, 16, dim)
+    outs = torch.empty_like(q), torch.empty_like(k)
+    for part in parts:
+        new = {"q_out": outs[0][part], "k_out": outs[1][part]}
+        op.run(q[part], k[part], v[part], positions[part], angles, *caches, slots[part], **new)
+    return caches, *outs
+many = run([slice(0, n)])
+for found, wanted in zip(many, run([slice(0, 12), slice(12, n)]), strict=True):
+    assert torch.equal(found, wanted)
+turned = alone.run(q, k, positions, angles, q_out=torch.empty_like(q), k_out=torch.empty_like(k))
+assert torch.equal(turned[0], many[1]) and torch.equal(turned[1], many[2])
 """

@@ -9,9 +9,9 @@ import triton
 from torch import Tensor
 
 from tvr.backends.triton.configs import tuned
-from tvr.backends.triton.decode_kernels import BUNDLE, split_kernel
+from tvr.backends.triton.decode_kernels import SLICE, split_kernel
 from tvr.backends.triton.decode_plan import PLAN_BLOCK, decode_plan_kernel
-from tvr.backends.triton.decode_workspace import Layout, num_parts, split_rule
+from tvr.backends.triton.decode_workspace import Layout, num_parts, num_rows_of, split_rule
 from tvr.backends.triton.launch import Config, Gpu, Kernel
 from tvr.contract import AttentionDecodeSpec, BoundOp, Bounds, StepMeta
 
@@ -38,11 +38,10 @@ class _Decode:
 
     def __init__(self, spec: AttentionDecodeSpec, gpu: Gpu) -> None:
         config = _config(spec, gpu)
-        blocks = dict(config.blocks)
-        programs = blocks.pop("PROGRAMS")
+        programs = config.blocks["PROGRAMS"]
         self._num_programs = gpu.num_sms * programs
         self._spec = spec
-        self._tile = blocks["TILE"]
+        self._tile = SLICE * config.num_warps
         self._rule = split_rule(spec, self._tile)
         self._num_bundles = spec.num_kv_heads * num_parts(spec)
         self._layouts: dict[int, Layout] = {}  # by their bytes: `attach` is not told the bounds
@@ -59,7 +58,7 @@ class _Decode:
             SLICES=config.num_warps,
             # Else the compiler takes so many that not all programs are there at once.
             max_registers=min(255, _REGISTERS // (programs * 32 * config.num_warps) // 8 * 8),
-            ROWS=triton.next_power_of_2(min(spec.group_size, BUNDLE)),
+            ROWS=num_rows_of(spec),
         )
 
     def workspace_bytes(self, bounds: Bounds) -> int:
@@ -119,7 +118,6 @@ class _Decode:
             parts["share_and_total"],
             parts["counters"],
             parts["partial_o"],
-            parts["partial_m"],
             parts["partial_mass"],
             out,
             lse,
@@ -143,16 +141,15 @@ class _Decode:
 
 
 def _config(spec: AttentionDecodeSpec, gpu: Gpu) -> Config:
-    """Return the tiling of the split kernel; PROGRAMS of it are on a multiprocessor."""
+    """Return how the split kernel is compiled; PROGRAMS of it are on a multiprocessor."""
     width = triton.next_power_of_2(spec.head_dim)
     if gpu.sm == 0:
         # The interpreter: small tiles, so that its short sequences have several and are cut.
-        default = Config(2, 1, {"TILE": 32, "PROGRAMS": 1})
+        default = Config(2, 1, {"PROGRAMS": 1})
     elif spec.dtype == "float32":
         # Without matrix units there are too few registers for loads that run ahead.
-        warps = 4 if width <= 128 else 2
-        default = Config(warps, 1, {"TILE": 16 * warps, "PROGRAMS": 2})
+        default = Config(4 if width <= 128 else 2, 1, {"PROGRAMS": 2})
     else:
         # Two programs, for more of them spill registers; at most 64 KiB of shared memory each.
-        default = Config(4, 3 if width <= 128 else 2, {"TILE": 64, "PROGRAMS": 2})
+        default = Config(4, 3 if width <= 128 else 2, {"PROGRAMS": 2})
     return tuned("attention_decode", gpu.sm, default, dtype=spec.dtype, head_dim=spec.head_dim)

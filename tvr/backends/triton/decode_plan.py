@@ -50,8 +50,9 @@ def decode_plan_kernel(
     """Cut a step into shares; one program, all int32.
 
     seq_lens [num_seqs]; starts [num_seqs + 1] gets the units of a bundle of the sequences before;
-    leads [4, num_programs] the sequence that a program begins in, its start, the next one's start
-    and its length; share_and_total [2] the units of a program and of all pairs; counters zeros.
+    leads [6, num_programs] where a program begins: the sequence, its start, the next one's start
+    and its length, the bundle and the unit of the pair; share_and_total [2] the units of a program
+    and of all pairs; counters zeros.
 
     A sequence without keys has a unit too, of no tokens: whoever gets it writes its zeros.
     """
@@ -98,10 +99,15 @@ def decode_plan_kernel(
             is_behind = tl.load(starts + middle, mask=inside, other=0) <= unit
             low = tl.where(is_behind, middle, low)
             high = tl.where(is_behind, high, middle)
-        tl.store(leads + program, low, mask=inside)
         start = tl.load(starts + low, mask=inside, other=0)
+        next_start = tl.load(starts + low + 1, mask=inside, other=1)
+        of_seq = program * share - start * num_bundles
+        bundle = of_seq // (next_start - start)
+        tl.store(leads + program, low, mask=inside)
         tl.store(leads + num_programs + program, start, mask=inside)
-        next_start = tl.load(starts + low + 1, mask=inside, other=0)
         tl.store(leads + 2 * num_programs + program, next_start, mask=inside)
         length = tl.load(seq_lens + low, mask=inside, other=0)
         tl.store(leads + 3 * num_programs + program, length, mask=inside)
+        tl.store(leads + 4 * num_programs + program, bundle, mask=inside)
+        of_pair = of_seq - bundle * (next_start - start)
+        tl.store(leads + 5 * num_programs + program, of_pair, mask=inside)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from tvr.backends.triton.decode_kernels import BUNDLE
@@ -52,6 +53,11 @@ def num_parts(spec: AttentionDecodeSpec) -> int:
     return -(-spec.group_size // BUNDLE)
 
 
+def num_rows_of(spec: AttentionDecodeSpec) -> int:
+    """Return the rows of a bundle's partial result: its query heads, up to a power of two."""
+    return int(triton.next_power_of_2(min(spec.group_size, BUNDLE)))
+
+
 class Layout:
     """Where things lie in the workspace.
 
@@ -72,14 +78,13 @@ class Layout:
             num_splits = min(rule.max_splits, -(-num_tiles // rule.min_split_tiles))
             num_pairs = bounds.max_num_seqs * spec.num_kv_heads * num_parts(spec)
             num_slots = num_pairs * max(num_splits, 1)
-        num_rows = num_slots * min(spec.group_size, BUNDLE)
+        num_rows = num_slots * num_rows_of(spec)
         self._items = {
             "starts": bounds.max_num_seqs + 1,
-            "leads": 4 * num_programs,
+            "leads": 6 * num_programs,
             "share_and_total": 2,
             "counters": num_slots,
-            "partial_m": num_rows,
-            "partial_mass": num_rows,
+            "partial_mass": 2 * num_rows,
             "partial_o": num_rows * spec.head_dim,
         }
 

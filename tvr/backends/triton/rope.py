@@ -1,7 +1,6 @@
 """Rotary position embedding, alone and with the write to the paged cache."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,12 +10,17 @@ from torch import Tensor
 
 from tvr.backends.triton.configs import tuned
 from tvr.backends.triton.device import let_next_start, wait_for_inputs
-from tvr.backends.triton.kv import heads_to_cache, slot_of_heads
+from tvr.backends.triton.kv import slot_of_heads
 from tvr.backends.triton.launch import Config, Gpu, Kernel
 from tvr.contract import BoundOp, RopeKvWriteSpec, RopeSpec
 from tvr.errors import KernelError
 
+#: Classes of steps, as the table of configurations names them.
+FEW, MANY = "few", "many"
+_MANY_TOKENS = 1024
+
 _HEADS_OF_A_PROGRAM = 8
+_TOKENS_OF_A_PROGRAM = 4  # where there are many
 _PAIRS_OF_A_WARP = 256  # of channels: a thread has 8
 
 
@@ -25,10 +29,13 @@ def turn_heads(
     x,
     out,
     slot_at,
+    token,
     head,
-    num_heads,
-    num_cached,
+    exists,
+    is_cached,
+    token_stride,
     head_stride,
+    out_token_stride,
     out_head_stride,
     angles,
     HEAD_DIM: tl.constexpr,
@@ -36,46 +43,45 @@ def turn_heads(
     PAIRS: tl.constexpr,
     PASSING: tl.constexpr,
 ):
-    """Turn heads `head` [HEADS] of one token's x, as far as it has so many, and store them in out.
+    """Turn some heads of some tokens' x, and store them in out: head[r] of token[r], r < R.
 
-    `angles` is the position's row of the table: HALF cosines, then their sines. Channel i turns
-    with channel i + HALF, in fp32, rounded once; channels from 2 * HALF on pass. PAIRS is HALF
-    rounded up to a power of two; PASSING likewise, or 0 if no channel passes. `slot_at` [HEADS],
-    unless None, is where the token's slot starts in each head; the first `num_cached` heads go
-    there too. Every number is read before it is written: out may be x.
+    token, head, exists, is_cached, slot_at and angles are [R]. `angles` is where the position's row
+    of the table starts: HALF cosines, then their sines. Channel i turns with channel i + HALF, in
+    fp32, rounded once; channels from 2 * HALF on pass. PAIRS is HALF rounded up to a power of two;
+    PASSING likewise, or 0 if no channel passes. `slot_at`, unless None, is where the token's slot
+    starts in the head; where it is_cached, the head goes there too. Every number is read before it
+    is written: out may be x.
     """
-    exists = (head < num_heads)[:, None]
-    wide_head = tl.cast(head, tl.int64)[:, None]
-    from_head, to_head = x + wide_head * head_stride, out + wide_head * out_head_stride
-    pair = tl.arange(0, PAIRS)
-    inside = exists & (pair < HALF)[None, :]
-    first = tl.load(from_head + pair[None, :], mask=inside, other=0.0)
-    second = tl.load(from_head + HALF + pair[None, :], mask=inside, other=0.0)
-    # A tile, though its rows are equal: each thread reads the angles of its own pairs, from L1.
-    angle = tl.broadcast_to(angles + pair[None, :], inside.shape)
-    cosine = tl.load(angle, mask=inside, other=0.0)
-    sine = tl.load(angle + HALF, mask=inside, other=0.0)
+    from_head = x + (token * token_stride + head * head_stride)[:, None]
+    to_head = out + (token * out_token_stride + head * out_head_stride)[:, None]
+    pair = tl.arange(0, PAIRS)[None, :]
+    inside = exists[:, None] & (pair < HALF)
+    first = tl.load(from_head + pair, mask=inside, other=0.0)
+    second = tl.load(from_head + HALF + pair, mask=inside, other=0.0)
+    # Each thread reads the angles of its own pairs, from L1.
+    cosine = tl.load(angles[:, None] + pair, mask=inside, other=0.0)
+    sine = tl.load(angles[:, None] + HALF + pair, mask=inside, other=0.0)
     a, b = first.to(tl.float32), second.to(tl.float32)
     # Fused in words: left to the compiler, `rope` and `rope_kv_write` might differ in a bit.
     first = tl.fma(a, cosine, -(b * sine)).to(first.dtype)
     second = tl.fma(b, cosine, a * sine).to(second.dtype)
-    tl.store(to_head + pair[None, :], first, mask=inside)
-    tl.store(to_head + HALF + pair[None, :], second, mask=inside)
+    tl.store(to_head + pair, first, mask=inside)
+    tl.store(to_head + HALF + pair, second, mask=inside)
     if slot_at is not None:
-        inside = (head < num_cached)[:, None] & (pair < HALF)[None, :]
-        tl.store(slot_at[:, None] + pair[None, :], first, mask=inside)
-        tl.store(slot_at[:, None] + HALF + pair[None, :], second, mask=inside)
+        inside = is_cached[:, None] & (pair < HALF)
+        tl.store(slot_at[:, None] + pair, first, mask=inside)
+        tl.store(slot_at[:, None] + HALF + pair, second, mask=inside)
     if PASSING > 0:
         channel = 2 * HALF + tl.arange(0, PASSING)[None, :]
-        inside = exists & (channel < HEAD_DIM)
+        inside = exists[:, None] & (channel < HEAD_DIM)
         passing = tl.load(from_head + channel, mask=inside, other=0.0)
         tl.store(to_head + channel, passing, mask=inside)
         if slot_at is not None:
-            inside = (head < num_cached)[:, None] & (channel < HEAD_DIM)
+            inside = is_cached[:, None] & (channel < HEAD_DIM)
             tl.store(slot_at[:, None] + channel, passing, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_heads", "num_kv_heads"])
+@triton.jit(do_not_specialize=["num_tokens", "num_heads", "num_kv_heads"])
 def rope_kernel(
     q,
     k,
@@ -92,8 +98,10 @@ def rope_kernel(
     k_out_token_stride,
     k_out_head_stride,
     cos_sin_stride,
+    num_tokens,
     num_heads,
     num_kv_heads,
+    TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -101,51 +109,35 @@ def rope_kernel(
     PASSING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program turns HEADS heads of one token of q [T, H, D] or of k [T, KVH, D].
+    """A program turns HEADS heads of TOKENS tokens of q [T, H, D] or of k [T, KVH, D].
 
     positions [T] int64 are rows of cos_sin_cache [positions, 2 * HALF] fp32.
     """
-    token = tl.cast(tl.program_id(0), tl.int64)
+    row = tl.arange(0, TOKENS * HEADS)
+    token = tl.cast(tl.program_id(0), tl.int64) * TOKENS + row // HEADS
     group = tl.program_id(1)
     num_q_groups = tl.cdiv(num_heads, HEADS)
     wait_for_inputs(PDL)
     let_next_start(PDL)
-    angles = cos_sin_cache + tl.load(positions + token) * cos_sin_stride
+    is_token = token < num_tokens
+    angles = cos_sin_cache + tl.load(positions + token, mask=is_token, other=0) * cos_sin_stride
     if group < num_q_groups:
+        head = tl.cast(group * HEADS + row % HEADS, tl.int64)
         turn_heads(
-            q + token * q_token_stride,
-            q_out + token * q_out_token_stride,
-            None,
-            group * HEADS + tl.arange(0, HEADS),
-            num_heads,
-            0,
-            q_head_stride,
-            q_out_head_stride,
-            angles,
-            HEAD_DIM,
-            HALF,
-            PAIRS,
-            PASSING,
+            *(q, q_out, None, token, head, is_token & (head < num_heads), is_token),
+            *(q_token_stride, q_head_stride, q_out_token_stride, q_out_head_stride),
+            *(angles, HEAD_DIM, HALF, PAIRS, PASSING),
         )
     else:
+        head = tl.cast((group - num_q_groups) * HEADS + row % HEADS, tl.int64)
         turn_heads(
-            k + token * k_token_stride,
-            k_out + token * k_out_token_stride,
-            None,
-            (group - num_q_groups) * HEADS + tl.arange(0, HEADS),
-            num_kv_heads,
-            0,
-            k_head_stride,
-            k_out_head_stride,
-            angles,
-            HEAD_DIM,
-            HALF,
-            PAIRS,
-            PASSING,
+            *(k, k_out, None, token, head, is_token & (head < num_kv_heads), is_token),
+            *(k_token_stride, k_head_stride, k_out_token_stride, k_out_head_stride),
+            *(angles, HEAD_DIM, HALF, PAIRS, PASSING),
         )
 
 
-@triton.jit(do_not_specialize=["num_heads", "num_kv_heads", "block_shift"])
+@triton.jit(do_not_specialize=["num_tokens", "num_heads", "num_kv_heads", "block_shift"])
 def rope_kv_write_kernel(
     q,
     k,
@@ -170,9 +162,11 @@ def rope_kv_write_kernel(
     cos_sin_stride,
     k_block_stride,
     v_block_stride,
+    num_tokens,
     num_heads,
     num_kv_heads,
     block_shift,
+    TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -181,71 +175,54 @@ def rope_kv_write_kernel(
     PASSING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has HEADS heads of one token of q, of k or of v [T, KVH, D].
+    """A program has HEADS heads of TOKENS tokens of q, of k or of v [T, KVH, D].
 
     It turns those of q and k as `rope_kernel` does. Turned heads of k, and those of v, go to the
     token's slot of the caches [blocks, KVH, block_size, D] too, unless slot_mapping [T] int64 has
     -1. DIM is HEAD_DIM, rounded up to a power of two.
     """
-    token = tl.cast(tl.program_id(0), tl.int64)
+    row = tl.arange(0, TOKENS * HEADS)
+    token = tl.cast(tl.program_id(0), tl.int64) * TOKENS + row // HEADS
     group = tl.program_id(1)
     num_q_groups = tl.cdiv(num_heads, HEADS)
     num_kv_groups = tl.cdiv(num_kv_heads, HEADS)
     wait_for_inputs(PDL)
     let_next_start(PDL)
-    slot = tl.load(slot_mapping + token)
-    num_cached = heads_to_cache(slot, num_kv_heads)
-    angles = cos_sin_cache + tl.load(positions + token) * cos_sin_stride
+    is_token = token < num_tokens
     if group < num_q_groups:
+        angles = cos_sin_cache + tl.load(positions + token, mask=is_token, other=0) * cos_sin_stride
+        head = tl.cast(group * HEADS + row % HEADS, tl.int64)
         turn_heads(
-            q + token * q_token_stride,
-            q_out + token * q_out_token_stride,
-            None,
-            group * HEADS + tl.arange(0, HEADS),
-            num_heads,
-            0,
-            q_head_stride,
-            q_out_head_stride,
-            angles,
-            HEAD_DIM,
-            HALF,
-            PAIRS,
-            PASSING,
+            *(q, q_out, None, token, head, is_token & (head < num_heads), is_token),
+            *(q_token_stride, q_head_stride, q_out_token_stride, q_out_head_stride),
+            *(angles, HEAD_DIM, HALF, PAIRS, PASSING),
         )
     elif group < num_q_groups + num_kv_groups:
-        head = (group - num_q_groups) * HEADS + tl.arange(0, HEADS)
+        angles = cos_sin_cache + tl.load(positions + token, mask=is_token, other=0) * cos_sin_stride
+        slot = tl.load(slot_mapping + token, mask=is_token, other=-1)
+        head = tl.cast((group - num_q_groups) * HEADS + row % HEADS, tl.int64)
+        exists = is_token & (head < num_kv_heads)
+        slot_at = slot_of_heads(k_cache, slot, head, k_block_stride, block_shift, HEAD_DIM)
         turn_heads(
-            k + token * k_token_stride,
-            k_out + token * k_out_token_stride,
-            slot_of_heads(k_cache, slot, head, k_block_stride, block_shift, HEAD_DIM),
-            head,
-            num_kv_heads,
-            num_cached,
-            k_head_stride,
-            k_out_head_stride,
-            angles,
-            HEAD_DIM,
-            HALF,
-            PAIRS,
-            PASSING,
+            *(k, k_out, slot_at, token, head, exists, exists & (slot >= 0)),
+            *(k_token_stride, k_head_stride, k_out_token_stride, k_out_head_stride),
+            *(angles, HEAD_DIM, HALF, PAIRS, PASSING),
         )
     else:
-        head = (group - num_q_groups - num_kv_groups) * HEADS + tl.arange(0, HEADS)
+        slot = tl.load(slot_mapping + token, mask=is_token, other=-1)
+        head = tl.cast((group - num_q_groups - num_kv_groups) * HEADS + row % HEADS, tl.int64)
+        exists = is_token & (head < num_kv_heads)
         channel = tl.arange(0, DIM)[None, :]
-        inside = (head < num_kv_heads)[:, None] & (channel < HEAD_DIM)
-        v_at = v + token * v_token_stride + tl.cast(head, tl.int64)[:, None] * v_head_stride
+        inside = exists[:, None] & (channel < HEAD_DIM)
+        v_at = v + (token * v_token_stride + head * v_head_stride)[:, None]
         values = tl.load(v_at + channel, mask=inside, other=0.0)
         v_slot = slot_of_heads(v_cache, slot, head, v_block_stride, block_shift, HEAD_DIM)
-        inside = (head < num_cached)[:, None] & (channel < HEAD_DIM)
-        tl.store(v_slot[:, None] + channel, values, mask=inside)
+        tl.store(v_slot[:, None] + channel, values, mask=inside & (slot >= 0)[:, None])
 
 
 def bind_rope(spec: RopeSpec, gpu: Gpu) -> BoundOp:
     num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
-    config = _config(spec, gpu)
-    kernel = Kernel(gpu, rope_kernel, config, **_channels(spec))
-    programs_of = _programs_of(config)
-    programs_of_a_token = programs_of(num_heads) + programs_of(num_kv_heads)
+    kernels = _Kernels(spec, gpu, rope_kernel, **_channels(spec))
 
     def run(
         q: Tensor,
@@ -258,8 +235,9 @@ def bind_rope(spec: RopeSpec, gpu: Gpu) -> BoundOp:
     ) -> tuple[Tensor, Tensor]:
         """Rotate the first `rotary_dim` channels of q and k in fp32; the others pass."""
         _require_int64(positions, spec)
-        kernel(
-            (len(q), programs_of_a_token),
+        kernels.launch(
+            len(q),
+            (num_heads, num_kv_heads),
             q,
             k,
             positions,
@@ -271,6 +249,7 @@ def bind_rope(spec: RopeSpec, gpu: Gpu) -> BoundOp:
             *q_out.stride()[:2],
             *k_out.stride()[:2],
             cos_sin_cache.stride(0),
+            len(q),
             num_heads,
             num_kv_heads,
         )
@@ -282,11 +261,8 @@ def bind_rope(spec: RopeSpec, gpu: Gpu) -> BoundOp:
 def bind_rope_kv_write(spec: RopeKvWriteSpec, gpu: Gpu) -> BoundOp:
     num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
     block_shift = spec.block_size.bit_length() - 1
-    config = _config(spec, gpu)
     dim = triton.next_power_of_2(spec.head_dim)
-    kernel = Kernel(gpu, rope_kv_write_kernel, config, DIM=dim, **_channels(spec))
-    programs_of = _programs_of(config)
-    programs_of_a_token = programs_of(num_heads) + 2 * programs_of(num_kv_heads)
+    kernels = _Kernels(spec, gpu, rope_kv_write_kernel, DIM=dim, **_channels(spec))
 
     def run(
         q: Tensor,
@@ -303,8 +279,9 @@ def bind_rope_kv_write(spec: RopeKvWriteSpec, gpu: Gpu) -> BoundOp:
     ) -> tuple[Tensor, Tensor]:
         """`rope`, then `kv_write` of the rotated k and of v."""
         _require_int64(positions, spec)
-        kernel(
-            (len(q), programs_of_a_token),
+        kernels.launch(
+            len(q),
+            (num_heads, num_kv_heads, num_kv_heads),
             q,
             k,
             v,
@@ -323,6 +300,7 @@ def bind_rope_kv_write(spec: RopeKvWriteSpec, gpu: Gpu) -> BoundOp:
             cos_sin_cache.stride(0),
             k_cache.stride(0),
             v_cache.stride(0),
+            len(q),
             num_heads,
             num_kv_heads,
             block_shift,
@@ -344,18 +322,42 @@ def _channels(spec: RopeSpec) -> dict[str, Any]:
     }
 
 
-def _config(spec: RopeSpec, gpu: Gpu) -> Config:
-    pairs = _HEADS_OF_A_PROGRAM * triton.next_power_of_2(spec.head_dim) // 2
+class _Kernels:
+    """A kernel in two tilings: few tokens are quick with small tiles, many with large ones."""
+
+    def __init__(
+        self,
+        spec: RopeSpec,
+        gpu: Gpu,
+        function: Any,  # noqa: ANN401
+        **constants: int,
+    ) -> None:
+        self._tilings: dict[str, tuple[Config, Kernel]] = {}
+        for tokens in (FEW, MANY):
+            config = _config(spec, gpu, tokens)
+            self._tilings[tokens] = config, Kernel(gpu, function, config, **constants)
+
+    def launch(self, num_tokens: int, heads: tuple[int, ...], *args: Tensor | float | None) -> None:
+        """Launch the programs for so many heads of each tensor."""
+        config, kernel = self._tilings[tokens_class(num_tokens)]
+        tokens, heads_of_a_program = config.blocks["TOKENS"], config.blocks["HEADS"]
+        programs = sum(-(-n // heads_of_a_program) for n in heads)
+        kernel((-(-num_tokens // tokens), programs), *args)
+
+
+def tokens_class(num_tokens: int) -> str:
+    """Return how the table of configurations calls so many tokens."""
+    return MANY if num_tokens >= _MANY_TOKENS else FEW
+
+
+def _config(spec: RopeSpec, gpu: Gpu, tokens: str) -> Config:
+    size = _TOKENS_OF_A_PROGRAM if tokens == MANY else 1
+    pairs = size * _HEADS_OF_A_PROGRAM * triton.next_power_of_2(spec.head_dim) // 2
     default = Config(
-        num_warps=max(1, pairs // _PAIRS_OF_A_WARP), blocks={"HEADS": _HEADS_OF_A_PROGRAM}
+        num_warps=max(1, pairs // _PAIRS_OF_A_WARP),
+        blocks={"TOKENS": size, "HEADS": _HEADS_OF_A_PROGRAM},
     )
-    return tuned(spec.op, gpu.sm, default, dtype=spec.dtype, head_dim=spec.head_dim)
-
-
-def _programs_of(config: Config) -> Callable[[int], int]:
-    """Return how many programs so many heads of a token take."""
-    heads = config.blocks["HEADS"]
-    return lambda num_heads: -(-num_heads // heads)
+    return tuned(spec.op, gpu.sm, default, dtype=spec.dtype, head_dim=spec.head_dim, tokens=tokens)
 
 
 def _require_int64(positions: Tensor, spec: RopeSpec) -> None:
