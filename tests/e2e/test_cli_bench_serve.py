@@ -259,6 +259,14 @@ def test_what_is_asked_for_is_sent_and_the_key_is_not_kept(bench, tmp_path):
     assert all(token < 50 for body in server.bodies for token in body["prompt"])
 
 
+def test_an_answer_that_is_no_stream_is_told_as_such():
+    whole = {"choices": [{"text": "a"}]}
+    server = FakeServer(takes=lambda number, body: (200, whole))
+    with running(server):
+        line = refused_here("bench", "serve", "--base-url", server.url, *SIZES)
+    assert line.endswith("the stream ended without a token, and is application/json")
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -322,3 +330,17 @@ def test_without_the_client_one_line_says_what_to_install(monkeypatch):
     )
     line = refused_here("bench", "serve", "--base-url", "http://x.invalid")
     assert "needs httpx2, which is not installed; pip install 'tvr[bench]'" in line
+
+
+def test_two_loads_are_compared(tmp_path):
+    files = []
+    for gap_s in (0.01, 0.03):
+        files.append(tmp_path / f"{gap_s}.json")
+        with running(FakeServer(gap_s=gap_s)) as server:
+            run_here("bench", "serve", "--base-url", server.url, *SIZES, "--json", files[-1])
+    done = run_here("bench", "compare", *files)
+    assert (done.returncode, done.stderr) == (0, "")
+    ratios = {line.split()[0]: float(line.split()[3]) for line in done.stdout.splitlines()[5:]}
+    assert 2 < ratios["median_tpot_ms"] < 4
+    assert ratios["output_throughput"] < 1 < ratios["duration"]
+    assert {"p99_itl_ms", "mean_ttft_ms", "request_throughput"} <= set(ratios)

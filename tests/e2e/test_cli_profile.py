@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from support.bench_models import SIZES, save_config
 from support.cli import refused_here, run_here
 from support.plugins import install
-from tvr import LLM
+from tvr import LLM, SamplingParams
 from tvr.bench.trace import read_trace
 from tvr.contract import OPS
 from tvr.core.phases import HOST_PHASES, STEP_PHASES, marked_phases
@@ -141,6 +143,36 @@ def test_afterwards_no_call_is_in_a_range(tmp_path):
         assert {name.partition(":")[0] for name in seen} == {"step", *HOST_PHASES, *STEP_PHASES}
         llm.generate([1, 2, 3])
         assert len(seen) == during
+
+
+def test_a_step_that_is_a_graph_says_so(tmp_path):
+    seen = []
+
+    def mark(name):
+        seen.append(name)
+        return nullcontext()
+
+    graphs = SimpleNamespace(
+        holds=lambda num_seqs: True,
+        greedy=lambda packed: torch.zeros(len(packed.rows), dtype=torch.int64),
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    with LLM(save_config(tmp_path / "small"), load_format="dummy", device="cpu") as llm:
+        llm.parts.runner.graphs = graphs
+        with marked_phases(llm, mark):
+            llm.generate([[1, 2], [3]], params)
+    steps = [name for name in seen if name.startswith("step")]
+    assert steps == ["step: 3 prefill tokens", *["step: 2 decodes in a graph"] * 2]
+
+
+def test_with_graphs_only_phases_have_ranges(tmp_path):
+    model = ("--model", save_config(tmp_path / "small"), "--load-format", "dummy")
+    sizes = ("--graphs", "--input-len", "4", "--steps", "2", "--device", "cpu")
+    done = run_here("profile", *model, *sizes, "-o", tmp_path / "t.json")
+    assert (done.returncode, done.stderr) == (0, "")
+    trace = read_trace(tmp_path / "t.json")
+    assert len(trace.phases(["step"])) == 3
+    assert trace.ops == []
 
 
 def test_requests_that_end_before_are_traced_to_their_end(tmp_path):

@@ -99,6 +99,7 @@ class FakeServer:
         await writer.drain()
 
 
+_TOLD = b"HTTP/1.1 %d Told\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -115,7 +116,7 @@ def _event(writer, event) -> None:
 
 def _respond(writer, status, said) -> None:
     body = said.encode() if isinstance(said, str) else json.dumps(said).encode()
-    writer.write(b"HTTP/1.1 %d Told\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
+    writer.write(_TOLD % (status, len(body), body))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,6 +38,16 @@ QUANTITIES = {
     "seconds": Quantity("seconds", True),
     "requests_per_second": Quantity("seconds", False),
     "tokens_per_second": Quantity("seconds", False),
+    "request_throughput": Quantity("duration", False),
+    "request_goodput": Quantity("duration", False),
+    "output_throughput": Quantity("duration", False),
+    "total_token_throughput": Quantity("duration", False),
+    "duration": Quantity("duration", True),
+    **{
+        f"{figure}_{metric}_ms": Quantity(f"{figure}_{metric}_ms", True)
+        for metric in ("ttft", "tpot", "itl", "e2el")
+        for figure in ("mean", "median", "p99")
+    },
 }
 
 #: What rows say beyond sizes and quantities: how they were measured, or in other words.
@@ -44,7 +55,13 @@ _REMARKS = frozenset(
     {"bytes", "mode", "note", "launches", "samples", "sets", "error", "skipped", "gate"}
     | {"other_backends", "std_latency", "percentiles", "latencies", "first_token_latencies"}
     | {"elapsed_time", "num_requests", "total_num_tokens"}
+    | {"completed", "failed", "total_input_tokens", "total_output_tokens", "input_lens"}
+    | {"max_output_tokens_per_s", "max_concurrent_requests", "output_lens", "ttfts", "itls"}
+    | {"start_times", "queue_times", "errors"}
 )
+
+#: What a load has as many of as are asked for; the quantities above are of these, too.
+_OF_A_LOAD = re.compile(r"(mean|median|std|p[\d.]+)_(ttft|tpot|itl|e2el)_ms")
 
 Identity = tuple[tuple[str, Any], ...]
 
@@ -132,4 +149,5 @@ def _is_row(row: Row) -> bool:
 
 
 def _is_measured(name: str) -> bool:
-    return name.removeprefix("p10_").removeprefix("p90_") in QUANTITIES or name in _REMARKS
+    bare = name.removeprefix("p10_").removeprefix("p90_")
+    return bare in QUANTITIES or name in _REMARKS or _OF_A_LOAD.fullmatch(name) is not None

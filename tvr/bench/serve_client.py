@@ -179,7 +179,9 @@ async def _read(response: httpx2.Response, answer: Answer) -> str | None:
                     f"the stream has no completion: {_one_line(payload.decode(errors='replace'))}"
                 )
     if not answer.chunks:
-        return "the stream ended without a token"
+        kind = response.headers.get("content-type", "nothing that has a name")
+        what = "" if kind.startswith("text/event-stream") else f", and is {kind}"
+        return f"the stream ended without a token{what}"
     if not ended:
         return f"the stream ended after {len(answer.chunks)} chunks, without a finish_reason"
     return None

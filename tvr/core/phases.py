@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 from tvr.core import runner as runner_module
+from tvr.core.decode_inputs import PackedDecodes
 from tvr.core.engine import Engine
 
 #: Returns what a phase is to run within, from its name.
@@ -20,7 +21,7 @@ Mark = Callable[[str], AbstractContextManager[object]]
 #: it. On a GPU "launch" has "step" within it.
 HOST_PHASES = ("schedule", "launch", "collect", "update")
 
-#: Phases within "step", which on a CPU runs in a thread of its own.
+#: Phases within "step", which on a CPU runs in a thread of its own. Of a graph, nobody sees them.
 STEP_PHASES = ("prepare", "plan", "forward", "logits", "sample")
 
 
@@ -47,12 +48,11 @@ def marked_phases(engine: Engine, mark: Mark) -> Iterator[None]:
 
 def _places(engine: Engine) -> list[_Place]:
     runner = engine.parts.runner
-    graphs = [_Place("step", runner, "_replay")] if hasattr(runner, "_replay") else []
     return [
-        *graphs,
         _Place("schedule", engine._scheduler, "schedule"),
         _Place("launch", engine, "_launch"),
         _Place("step", runner, "_run"),
+        _Place("step", runner, "_replay"),
         _Place("prepare", runner._tables, "prepare_step"),
         _Place("plan", runner._ops, "plan"),
         _Place("forward", runner._model, "forward"),
@@ -87,7 +87,7 @@ def _label(phase: str, args: tuple[Any, ...]) -> str:
     if phase != "step":
         return phase
     packed = args[0]
-    if not hasattr(packed, "num_decodes"):
+    if isinstance(packed, PackedDecodes):
         return f"step: {len(packed.rows)} decodes in a graph"
     counts = [(packed.num_decodes, "decodes"), (packed.num_prefill_tokens, "prefill tokens")]
     return "step: " + ", ".join(f"{n} {what}" for n, what in counts if n)
