@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tvr.conformance.engine_model import BOUNDS, TinyModel
 from tvr.conformance.ledger import CheckFailed
 from tvr.core.batch import DeviceTables
+from tvr.core.decode_graphs import capture_on_cuda, obstacles
 from tvr.core.engine import Engine
 from tvr.core.engine_config import EngineConfig
 from tvr.core.kv_cache import KVCache
@@ -56,7 +57,11 @@ def _engine(model: TinyModel) -> Engine:
         )
         sampler = SamplerState(num_rows, spec.vocab_size, device)
         runner = ModelRunner(model.llama, model.ops, model.argmax, pool, tables, sampler)
-    config = EngineConfig(dtype=spec.dtype, device=str(device), block_size=spec.block_size)
+        config = EngineConfig(dtype=spec.dtype, device=str(device), block_size=spec.block_size)
+        if device.type == "cuda" and not obstacles(config, model.ops):
+            runner.graphs = capture_on_cuda(
+                model.llama, model.ops, model.argmax, pool, tables, BOUNDS
+            )
     parts = EngineParts(
         model_config=model.config,
         tokenizer=None,

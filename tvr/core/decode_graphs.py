@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tvr.contract import Bounds
 from tvr.core.batch import DeviceTables
 from tvr.core.decode_inputs import NO_DECODES, DecodeInputs, PackedDecodes, with_real_lengths
 from tvr.core.engine_config import EngineConfig
@@ -206,8 +207,36 @@ class CudaCapture:
         return graph
 
 
+def capture_on_cuda(
+    model: LlamaForCausalLM,
+    ops: OpTable,
+    argmax: Callable[..., Tensor],
+    kv_cache: KVCache,
+    tables: DeviceTables,
+    bounds: Bounds,
+) -> DecodeGraphs:
+    """Return the captured graphs of a model, for steps within `bounds`.
+
+    Raises:
+        KernelError: a step cannot be captured.
+    """
+    model.reserve(bounds.max_num_tokens)  # a graph knows addresses: nothing may move from here on
+    graphs = DecodeGraphs(
+        model,
+        ops,
+        argmax,
+        kv_cache,
+        tables,
+        max_num_seqs=bounds.max_num_seqs,
+        max_seq_len=bounds.max_seq_len,
+    )
+    with _no_collection():
+        graphs.capture(CudaCapture(ops.stream))
+    return graphs
+
+
 @contextmanager
-def no_collection() -> Iterator[None]:
+def _no_collection() -> Iterator[None]:
     """Keep the garbage collector from freeing device memory in the middle of a capture."""
     enabled = gc.isenabled()
     gc.collect()

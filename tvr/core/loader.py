@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 
 import torch
@@ -14,7 +14,7 @@ from tvr.contract import ArgmaxSpec, Bounds, DeviceFacts
 from tvr.core.batch import DeviceTables
 from tvr.core.checkpoint_source import open_checkpoint
 from tvr.core.config import ModelConfig
-from tvr.core.decode_graphs import CudaCapture, DecodeGraphs, no_collection, obstacles
+from tvr.core.decode_graphs import capture_on_cuda, obstacles
 from tvr.core.engine_config import EngineConfig
 from tvr.core.hub import resolve_model
 from tvr.core.kv_cache import KVCache
@@ -230,12 +230,8 @@ def load_engine(
             warm_up(runner, bounds, config.block_size, num_blocks)
             eager_reasons = obstacles(config, ops)
         if not eager_reasons:
-            llama.reserve(tokens)  # a graph knows addresses: nothing may move from here on
-            runner.graphs = DecodeGraphs(
-                llama, ops, argmax, kv_cache, tables, max_num_seqs=seqs, max_seq_len=context
-            )
-            with no_collection():
-                runner.graphs.capture(CudaCapture(ops.stream))
+            sized = replace(bounds, max_seq_len=context)
+            runner.graphs = capture_on_cuda(llama, ops, argmax, kv_cache, tables, sized)
     return EngineParts(
         model_config=model_config,
         tokenizer=tokenizer,

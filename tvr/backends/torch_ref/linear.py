@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_TILE_ROWS = 16
+_TILE_ROWS = {"cpu": 16, "cuda": 128}
 _TILE_FEATURES = 16
 
 
@@ -79,15 +79,16 @@ def _pack_padded(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | 
 def _run_tiled(x: Tensor, packed: tuple[Tensor, Tensor | None], *, out: Tensor) -> Tensor:
     """`_run` in products of one fixed shape, so that a row's bits do not depend on the others.
 
-    How a GEMM splits its sums depends on the number of rows. Every tile here has 16 rows, the
+    How a GEMM splits its sums depends on the number of rows. Every tile here has as many, the
     last one filled up with zeros.
     """
     weight = packed[0]
     in_features, out_features = x.shape[1], out.shape[1]
-    tile = x.new_zeros(_TILE_ROWS, weight.shape[1])
-    product = out.new_empty(_TILE_ROWS, weight.shape[0])
-    for start in range(0, x.shape[0], _TILE_ROWS):
-        rows = x[start : start + _TILE_ROWS]
+    tile_rows = _TILE_ROWS[x.device.type]
+    tile = x.new_zeros(tile_rows, weight.shape[1])
+    product = out.new_empty(tile_rows, weight.shape[0])
+    for start in range(0, x.shape[0], tile_rows):
+        rows = x[start : start + tile_rows]
         n = rows.shape[0]
         tile[:n, :in_features] = rows
         tile[n:] = 0
