@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -14,10 +15,12 @@ from tvr.bench.serve_answer import Answer, Chunk
 from tvr.bench.serve_sse import DONE, EventReader
 from tvr.errors import ConfigError
 
+Client: TypeAlias = httpx2.AsyncClient
 Prompt: TypeAlias = str | Sequence[int]
 
 #: A server that is asked for everything at once takes a while to accept.
 _CONNECT_S = 60.0
+_REQUESTS_OF_A_CLIENT = 32
 _LONGEST_REASON = 300
 
 #: How a server says that it does not take a request of this form.
@@ -75,23 +78,33 @@ class Target:
         return asked
 
 
-def open_client(api_key: str | None) -> httpx2.AsyncClient:
-    """Return a client for as many requests at once as are asked for.
+@asynccontextmanager
+async def open_clients(api_key: str | None, num_requests: int) -> AsyncIterator[list[Client]]:
+    """Yield clients for so many requests at once, to be asked in turn.
 
-    It takes no proxy from the environment: one would be part of what is measured.
+    A client looks at all its connections for each request, so each has a few only. They take no
+    proxy from the environment: one would be part of what is measured.
     """
     headers = {"Accept-Encoding": "identity"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
-    return httpx2.AsyncClient(
-        headers=headers,
-        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-        timeout=httpx2.Timeout(None, connect=_CONNECT_S),
-        trust_env=False,
-    )
+    certificates = httpx2.create_ssl_context()  # which takes a while
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                httpx2.AsyncClient(
+                    headers=headers,
+                    verify=certificates,
+                    limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+                    timeout=httpx2.Timeout(None, connect=_CONNECT_S),
+                    trust_env=False,
+                )
+            )
+            for _ in range(-(-num_requests // _REQUESTS_OF_A_CLIENT))
+        ]
 
 
-async def first_model(client: httpx2.AsyncClient, base_url: str) -> str:
+async def first_model(client: Client, base_url: str) -> str:
     """Return the first model that the server lists.
 
     Raises:
@@ -111,7 +124,7 @@ async def first_model(client: httpx2.AsyncClient, base_url: str) -> str:
 
 
 async def agree(
-    client: httpx2.AsyncClient, target: Target, ids: Sequence[int], text: str
+    client: Client, target: Target, ids: Sequence[int], text: str
 ) -> tuple[Target, bool, str | None]:
     """Return how the server wants to be asked, whether by token ids, and why not so.
 
@@ -135,7 +148,7 @@ async def agree(
     raise ConfigError(f"{target.url} did not serve a first request: {reasons[0]}")
 
 
-async def ask(client: httpx2.AsyncClient, target: Target, prompt: Prompt) -> Answer:
+async def ask(client: Client, target: Target, prompt: Prompt) -> Answer:
     """Send one request and return what came of it; whatever fails is the answer's `error`."""
     answer = Answer(start=time.perf_counter(), prompt_tokens=_num_tokens(prompt))
     try:

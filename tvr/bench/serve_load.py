@@ -7,16 +7,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import cycle
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 from tvr.bench.serve_client import ask
 
 if TYPE_CHECKING:
-    from httpx2 import AsyncClient
-
     from tvr.bench.serve_answer import Answer
-    from tvr.bench.serve_client import Prompt, Target
+    from tvr.bench.serve_client import Client, Prompt, Target
 
 #: Words that are one token in about every tokenizer.
 _WORDS = (
@@ -61,7 +60,7 @@ def arrival_times(num_requests: int, rate: float, seed: int) -> list[float]:
 
 
 async def put_load(
-    client: AsyncClient,
+    clients: Sequence[Client],
     target: Target,
     prompts: Sequence[Prompt],
     *,
@@ -72,7 +71,7 @@ async def put_load(
     """Ask for all prompts and return what came of them.
 
     Args:
-        client: asks.
+        clients: ask, in turn.
         target: where.
         prompts: what.
         times: when each comes, in seconds from the start, in order.
@@ -83,7 +82,7 @@ async def put_load(
     gate = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
     num_done = 0
 
-    async def one(prompt: Prompt, at: float) -> Answer:
+    async def one(client: Client, prompt: Prompt, at: float) -> Answer:
         nonlocal num_done
         await asyncio.sleep(began + at - time.perf_counter())
         came = time.perf_counter()
@@ -95,5 +94,5 @@ async def put_load(
         return answer
 
     began = time.perf_counter()
-    answers = await asyncio.gather(*map(one, prompts, times))
+    answers = await asyncio.gather(*map(one, cycle(clients), prompts, times))
     return Load(answers, time.perf_counter() - began)

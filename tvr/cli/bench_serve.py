@@ -178,24 +178,24 @@ async def _serve(
     max_concurrency: int | None,
 ) -> _Served:
     """Agree with the server, put the load on it, and return what came."""
-    from tvr.bench.serve_client import Target, agree, first_model, open_client
+    from tvr.bench.serve_client import Target, agree, first_model, open_clients
     from tvr.bench.serve_load import put_load
 
-    async with open_client(api_key) as client:
+    async with open_clients(api_key, min(max_concurrency or len(ids), len(ids))) as clients:
         asked = Target(
             base_url=base_url,
             endpoint=endpoint,
-            model=model or await first_model(client, base_url),
+            model=model or await first_model(clients[0], base_url),
             output_len=output_len,
             ignore_eos=ignore_eos,
         )
-        target, by_ids, why = await agree(client, asked, *first)
+        target, by_ids, why = await agree(clients[0], asked, *first)
         if why is not None:
             remark(f"prompts are text, as the server refuses token ids: {why}")
         prompts: list[Any] = ids if by_ids else texts
         with suite_bar(len(prompts)) as report:
             load = await put_load(
-                client,
+                clients,
                 target,
                 prompts,
                 times=times,
