@@ -36,6 +36,10 @@ def test_rope_of_many_tokens_is_that_of_few():
     run_interpreted(_ROPE)
 
 
+def test_shares_of_equal_sequences_cut_pairs_evenly_if_they_need_not_grow_much():
+    run_interpreted(_PLAN)
+
+
 _SILU_MUL = """
 import torch
 from tvr.backends.triton.activation import bind_silu_mul
@@ -115,4 +119,26 @@ for found, wanted in zip(many, run([slice(0, 12), slice(12, n)]), strict=True):
     assert torch.equal(found, wanted)
 turned = alone.run(q, k, positions, angles, q_out=torch.empty_like(q), k_out=torch.empty_like(k))
 assert torch.equal(turned[0], many[1]) and torch.equal(turned[1], many[2])
+"""
+
+_PLAN = """
+import torch
+from tvr.backends.triton.decode_plan import decode_plan_kernel
+def share(lengths, num_bundles, num_programs):
+    n = len(lengths)
+    sizes = (n + 1, 6 * num_programs, num_programs)
+    starts, leads, counters = (torch.empty(size, dtype=torch.int32) for size in sizes)
+    found = torch.empty(2, dtype=torch.int32)
+    decode_plan_kernel[(1,)](
+        torch.tensor(lengths, dtype=torch.int32), starts, leads, found, counters,
+        *(n, num_bundles, num_programs, n.bit_length(), 0, 1, 8, 32),
+        TILE=1, FIXED=False, BLOCK=64, PDL=False,
+    )
+    assert found[1] == sum(lengths) * num_bundles
+    return int(found[0])
+assert share([64] * 64, 8, 264) == 128  # 124.1: two pairs
+assert share([2048], 8, 264) == 64  # 62.1: a 32nd of a pair
+assert share([64] * 63 + [65], 8, 264) == 125
+assert share([100] * 8, 8, 64) == 100
+assert share([100] * 9, 8, 64) == 113  # 200 would be too many
 """

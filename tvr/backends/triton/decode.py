@@ -18,6 +18,9 @@ from tvr.contract import AttentionDecodeSpec, BoundOp, Bounds, StepMeta
 #: To merge a pair's partial results takes about as long as to read so many tiles.
 _SOLO_TILES = 8
 
+#: Shares grow by so small a part for pairs to be cut evenly.
+_EVEN_ABOVE = 32
+
 #: Of a multiprocessor.
 _REGISTERS = 65536
 
@@ -40,6 +43,7 @@ class _Decode:
         config = _config(spec, gpu)
         programs = config.blocks["PROGRAMS"]
         self._num_programs = gpu.num_sms * programs
+        self._even_above = _EVEN_ABOVE
         self._spec = spec
         self._tile = SLICE * config.num_warps
         self._rule = split_rule(spec, self._tile)
@@ -89,6 +93,7 @@ class _Decode:
             self._rule.max_splits,
             self._rule.min_split_tiles,
             _SOLO_TILES,
+            self._even_above,
         )
 
     def run(

@@ -26,7 +26,7 @@ def unit_tiles_of(tiles, max_splits, min_split_tiles):
 @triton.jit(
     do_not_specialize=[
         *("num_seqs", "num_bundles", "num_programs", "search_steps"),
-        *("max_splits", "min_split_tiles", "solo_tiles"),
+        *("max_splits", "min_split_tiles", "solo_tiles", "even_above"),
     ]
 )
 def decode_plan_kernel(
@@ -42,6 +42,7 @@ def decode_plan_kernel(
     max_splits,
     min_split_tiles,
     solo_tiles,
+    even_above,
     TILE: tl.constexpr,
     FIXED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -61,6 +62,7 @@ def decode_plan_kernel(
     lanes = tl.arange(0, BLOCK)
     done = 0
     longest = 0
+    shortest = 1 << 30
     for first in range(0, num_seqs, BLOCK):
         seq = first + lanes
         inside = seq < num_seqs
@@ -73,6 +75,7 @@ def decode_plan_kernel(
         tl.store(starts + seq, done + tl.cumsum(units, 0) - units, mask=inside)
         done += tl.sum(units, 0)
         longest = tl.maximum(longest, tl.max(units, 0))
+        shortest = tl.minimum(shortest, tl.min(tl.where(inside, units, 1 << 30), 0))
     tl.store(starts + num_seqs, done)
     total = done * num_bundles
     share = tl.maximum((total + num_programs - 1) // num_programs, 1)
@@ -80,6 +83,12 @@ def decode_plan_kernel(
         # To merge partial results through memory takes about as long as reading a few tiles: where
         # all sequences are as short as that, pairs stay whole.
         share = tl.maximum(share, tl.where(longest <= solo_tiles, longest, 1))
+        # Of equal sequences, a slightly larger share may end where pairs end, or cut them evenly.
+        pieces = tl.maximum(longest // share, 1)
+        even = tl.where(share < longest, longest // pieces, tl.cdiv(share, longest) * longest)
+        is_even = (shortest == longest) & (longest % pieces == 0)
+        if is_even & (even - share <= share // even_above):
+            share = even
     tl.store(share_and_total, share)
     tl.store(share_and_total + 1, total)
     num_counters = total if FIXED else num_programs
