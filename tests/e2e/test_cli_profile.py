@@ -17,6 +17,7 @@ from tvr import LLM, SamplingParams
 from tvr.bench.trace import read_trace
 from tvr.contract import OPS
 from tvr.core.phases import HOST_PHASES, STEP_PHASES, marked_phases
+from tvr.core.step_graphs import StepGraphs
 
 #: Serves one op, as the reference does.
 ONLY_ARGMAX = """
@@ -152,13 +153,13 @@ def test_a_step_that_is_a_graph_says_so(tmp_path):
         seen.append(name)
         return nullcontext()
 
-    graphs = SimpleNamespace(
+    decodes = SimpleNamespace(
         holds=lambda num_seqs: True,
         greedy=lambda packed: torch.zeros(len(packed.rows), dtype=torch.int64),
     )
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     with LLM(save_config(tmp_path / "small"), load_format="dummy", device="cpu") as llm:
-        llm.parts.runner.graphs = graphs
+        llm.parts.runner.graphs = StepGraphs(decodes, chunks=None)
         with marked_phases(llm, mark):
             llm.generate([[1, 2], [3]], params)
     steps = [name for name in seen if name.startswith("step")]

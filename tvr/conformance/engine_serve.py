@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from tvr.conformance.engine_model import BOUNDS, TinyModel
 from tvr.conformance.ledger import CheckFailed
 from tvr.core.batch import DeviceTables
-from tvr.core.decode_graphs import capture_on_cuda, obstacles
 from tvr.core.engine import Engine
 from tvr.core.engine_config import EngineConfig
+from tvr.core.graph_capture import CudaCapture, obstacles
 from tvr.core.kv_cache import KVCache
 from tvr.core.loader import EngineParts
 from tvr.core.memory import Limits
@@ -17,6 +17,7 @@ from tvr.core.outputs import CompletionOutput
 from tvr.core.runner import ModelRunner
 from tvr.core.sampler import SamplerState
 from tvr.core.sampling_params import SamplingParams
+from tvr.core.step_graphs import capture_steps
 
 #: Several steps for the longest prompt, several prompts in a step.
 _TOKENS_A_STEP = 24
@@ -59,8 +60,9 @@ def _engine(model: TinyModel) -> Engine:
         runner = ModelRunner(model.llama, model.ops, model.argmax, pool, tables, sampler)
         config = EngineConfig(dtype=spec.dtype, device=str(device), block_size=spec.block_size)
         if device.type == "cuda" and not obstacles(config, model.ops):
-            runner.graphs = capture_on_cuda(
-                model.llama, model.ops, model.argmax, pool, tables, BOUNDS
+            capture = CudaCapture(model.ops.stream)
+            runner.graphs = capture_steps(
+                model.llama, model.ops, model.argmax, pool, tables, BOUNDS, capture
             )
     parts = EngineParts(
         model_config=model.config,

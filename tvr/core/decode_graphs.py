@@ -8,41 +8,23 @@ that greedy decoding is one replay after another.
 
 from __future__ import annotations
 
-import gc
-import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from tvr.contract import Bounds
 from tvr.core.batch import DeviceTables
 from tvr.core.decode_inputs import NO_DECODES, DecodeInputs, PackedDecodes, with_real_lengths
-from tvr.core.engine_config import EngineConfig
+from tvr.core.graph_capture import Capture, Graph, captured
 from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.ops import OpTable
 from tvr.core.sampler import greedy_tokens
-from tvr.errors import KernelError
-
-_LOG = logging.getLogger(__name__)
 
 #: Larger steps are launched op by op, which costs them little.
 MAX_SIZE = 512
-
-
-class Graph(Protocol):
-    """What was launched during a capture; `replay` launches it again on the current stream."""
-
-    def replay(self) -> None: ...
-
-
-#: Runs a function and returns the graph of what it launched.
-Capture = Callable[[Callable[[], object]], Graph]
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -55,19 +37,6 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     largest = min(max_num_seqs, MAX_SIZE)
     sizes = {1, 2, 4, *range(8, 256, 8), *range(256, MAX_SIZE + 1, 16), largest}
     return sorted(size for size in sizes if size <= largest)
-
-
-def obstacles(config: EngineConfig, ops: OpTable) -> list[str]:
-    """Return why steps cannot be captured; empty: they can."""
-    if config.enforce_eager:
-        return ["enforce_eager is set"]
-    if config.shadow is not None:
-        return ["a shadow repeats every op"]
-    return [
-        f"{op} of backend {name!r} is not declared cuda_graph"
-        for op, name in ops.lacking("cuda_graph").items()
-        if op != "attention_prefill"  # in no step of decodes only
-    ]
 
 
 class DecodeGraphs:
@@ -99,7 +68,7 @@ class DecodeGraphs:
         self._argmax = argmax
         self._kv_cache = kv_cache
         self._tables = tables
-        self._plans_inside = ops.plans_in_graph
+        self._plans_inside = ops.plans_in_graph(prefill=False)
         most = self.sizes[-1]
         self._inputs = DecodeInputs(tables, size=most, max_seq_len=max_seq_len)
         self._logits = model.new_logits(most)
@@ -114,21 +83,9 @@ class DecodeGraphs:
         Raises:
             KernelError: a step cannot be captured; the op at fault is named.
         """
-        with torch.inference_mode():
-            for size in reversed(self.sizes):
-                try:
-                    self._capture(capture, size)
-                except Exception as error:
-                    first: BaseException = error  # to end the capture fails as well, and says less
-                    while first.__context__ is not None:
-                        first = first.__context__
-                    culprit, reason = self._ops.culprit(first), " ".join(str(first).split())
-                    where = f", by {culprit}" if culprit else ""
-                    raise KernelError(
-                        f"a step of {size} decodes cannot be captured in a CUDA graph{where}: "
-                        f"{type(first).__name__}: {reason}; enforce_eager does without graphs"
-                    ) from error
-                _LOG.info("captured steps of %d sequences", size)
+        for size in reversed(self.sizes):
+            with captured(f"a step of {size} decodes", self._ops):
+                self._capture(capture, size)
 
     def _capture(self, capture: Capture, size: int) -> None:
         self._inputs.load(NO_DECODES, size)
@@ -183,66 +140,3 @@ class DecodeGraphs:
         tokens = greedy_tokens(self._compute_logits(size), self._argmax)
         self._tokens[:size].copy_(tokens)
         self._tables.keep_tokens(self._inputs.rows[:size], tokens)
-
-
-class CudaCapture:
-    """Captures CUDA graphs on one stream, in one memory pool.
-
-    Args:
-        stream: where to capture; None: on one of torch's own.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream | None) -> None:
-        self._stream = stream
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, fn: Callable[[], object]) -> Graph:
-        """Return the graph of what `fn` launches on the current stream."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            fn()
-        return graph
-
-
-def capture_on_cuda(
-    model: LlamaForCausalLM,
-    ops: OpTable,
-    argmax: Callable[..., Tensor],
-    kv_cache: KVCache,
-    tables: DeviceTables,
-    bounds: Bounds,
-) -> DecodeGraphs:
-    """Return the captured graphs of a model, for steps within `bounds`.
-
-    Raises:
-        KernelError: a step cannot be captured.
-    """
-    model.reserve(bounds.max_num_tokens)  # a graph knows addresses: nothing may move from here on
-    graphs = DecodeGraphs(
-        model,
-        ops,
-        argmax,
-        kv_cache,
-        tables,
-        max_num_seqs=bounds.max_num_seqs,
-        max_seq_len=bounds.max_seq_len,
-    )
-    with _no_collection():
-        graphs.capture(CudaCapture(ops.stream))
-    return graphs
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from freeing device memory in the middle of a capture."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

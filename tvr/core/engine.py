@@ -60,7 +60,6 @@ class Engine:
         self._completions: dict[str, tuple[Request, Completion]] = {}
         self._special: set[str] = set()  # requests that want more of a step than tokens
         self._undelivered: dict[str, RequestOutput] = {}
-        self._num_graph_steps = self._num_eager_steps = 0
         self._start()
 
     def _start(self) -> None:
@@ -256,10 +255,8 @@ class Engine:
             ]
             extras = extras_of(output, self._completions) if self._special else NO_EXTRAS
             if not prefills and self._runner.holds(output.num_decodes):
-                self._num_graph_steps += 1
                 packed_decodes = pack_decodes(output, self._next_index)
                 return self._runner.submit_decodes(packed_decodes, extras)
-            self._num_eager_steps += 1
             packed = pack_step(output, token_ids, self._next_index)
             return self._runner.submit(packed, resets, extras)
         except Exception as error:
@@ -369,8 +366,8 @@ class Engine:
             "num_waiting": self._scheduler.num_waiting,
             "num_blocks": self.limits.num_blocks,
             "num_used_blocks": self.limits.num_blocks - blocks.num_free,
-            "num_graph_steps": self._num_graph_steps,
-            "num_eager_steps": self._num_eager_steps,
+            "num_graph_steps": self._runner.counts["graph"],
+            "num_eager_steps": self._runner.counts["eager"],
         }
 
     def close(self) -> None:

@@ -77,7 +77,6 @@ class LlamaForCausalLM:
         """Name of the dtype that logits, like all activations, come in."""
         return str(self._dtype).removeprefix("torch.")
 
-    @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_cache: KVCache) -> Tensor:
         """Return the final, normed hidden states [R, hidden] of `batch.logit_rows`.
 
@@ -85,17 +84,25 @@ class LlamaForCausalLM:
 
         Mutates: the slots of `kv_cache` that `batch.slot_mapping` names.
         """
-        buffers = self._buffers_for(batch.input_ids.shape[0])
-        # The residual stream, and what the next norm will add to it: [T, hidden] each.
-        residual, delta = buffers.residual, buffers.delta
-        torch.index_select(self._embedding, 0, batch.input_ids, out=residual)
+        self.run_layers(batch, kv_cache)
+        return self.last_norm(len(batch.input_ids), batch.logit_rows)
+
+    @torch.inference_mode()
+    def run_layers(self, batch: ForwardBatch, kv_cache: KVCache) -> None:
+        """Compute the hidden states of a step's tokens, which stay here until the next step."""
+        buffers = self._buffers_for(len(batch.input_ids))
+        torch.index_select(self._embedding, 0, batch.input_ids, out=buffers.residual)
         for idx, layer in enumerate(self._layers):
             layer(batch, kv_cache.layers[idx], buffers, is_first=idx == 0)
 
-        # Only these rows go on, so only they are normed.
-        out = buffers.normed
-        if batch.logit_rows is not None:
-            residual, delta = residual[batch.logit_rows], delta[batch.logit_rows]  # [R, hidden]
+    @torch.inference_mode()
+    def last_norm(self, num_tokens: int, rows: Tensor | None) -> Tensor:
+        """Return the normed hidden states [R, hidden] of `rows`, of a step of so many tokens."""
+        buffers = self._buffers_for(num_tokens)
+        # The residual stream, and what this norm adds to it: [T, hidden] each.
+        residual, delta, out = buffers.residual, buffers.delta, buffers.normed
+        if rows is not None:  # only these rows go on, so only they are normed
+            residual, delta = residual[rows], delta[rows]  # [R, hidden]
             out = torch.empty_like(residual)
         self._norm.add(delta, residual, out=out)
         return out

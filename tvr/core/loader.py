@@ -14,8 +14,8 @@ from tvr.contract import ArgmaxSpec, Bounds, DeviceFacts
 from tvr.core.batch import DeviceTables
 from tvr.core.checkpoint_source import open_checkpoint
 from tvr.core.config import ModelConfig
-from tvr.core.decode_graphs import capture_on_cuda, obstacles
 from tvr.core.engine_config import EngineConfig
+from tvr.core.graph_capture import CudaCapture, obstacles
 from tvr.core.hub import resolve_model
 from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
@@ -35,6 +35,7 @@ from tvr.core.plugins import BackendManager
 from tvr.core.profile import run_largest_steps, warm_up
 from tvr.core.runner import ModelRunner, on_device
 from tvr.core.sampler import SamplerState
+from tvr.core.step_graphs import capture_steps
 from tvr.core.tokenizer import Tokenizer
 from tvr.core.weights import Progress, dummy_weights
 from tvr.errors import BackendUnavailable, CapacityError, ConfigError
@@ -231,7 +232,8 @@ def load_engine(
             eager_reasons = obstacles(config, ops)
         if not eager_reasons:
             sized = replace(bounds, max_seq_len=context)
-            runner.graphs = capture_on_cuda(llama, ops, argmax, kv_cache, tables, sized)
+            capture = CudaCapture(ops.stream)
+            runner.graphs = capture_steps(llama, ops, argmax, kv_cache, tables, sized, capture)
     return EngineParts(
         model_config=model_config,
         tokenizer=tokenizer,

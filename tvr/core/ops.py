@@ -189,13 +189,13 @@ class OpTable:
             if not binding.parts and flag not in binding.flags
         }
 
-    @property
-    def plans_in_graph(self) -> bool:
-        """Whether the plans of a step of decodes can be captured with it."""
+    def plans_in_graph(self, *, prefill: bool) -> bool:
+        """Whether the plans of a step, of decodes only or with `prefill` chunks, can be captured
+        with it."""
         return all(
             "plan_in_graph" in binding.flags
             for spec, binding in self._bindings.items()
-            if binding.bound.plan is not None and spec.op != "attention_prefill"
+            if binding.bound.plan is not None and (prefill or spec.op != "attention_prefill")
         )
 
     def flags(self, spec: OpSpec) -> frozenset[str]:

@@ -7,6 +7,7 @@ scheduler can prepare the next step meanwhile.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -17,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tvr.core.batch import DeviceTables, PackedStep
-from tvr.core.decode_graphs import DecodeGraphs
+from tvr.core.batch import DeviceTables, ForwardBatch, PackedStep
 from tvr.core.decode_inputs import PackedDecodes
 from tvr.core.device_copy import to_device, to_index
 from tvr.core.kv_cache import KVCache
@@ -28,6 +28,7 @@ from tvr.core.ops import OpTable
 from tvr.core.sampler import SamplerState, sample
 from tvr.core.sampling_params import SamplingParams
 from tvr.core.step_extras import NO_EXTRAS, PromptRows, StepExtras
+from tvr.core.step_graphs import StepGraphs
 from tvr.core.step_result import DeviceResult, StepResult
 from tvr.errors import KernelError
 
@@ -66,7 +67,8 @@ class ModelRunner:
     """Runs packed steps on one device, in the order they are submitted.
 
     Attributes:
-        graphs: runs steps of decodes only; None: no graph is captured.
+        graphs: launch steps that they hold; None: every step is launched op by op.
+        counts: steps so far, by whether a graph launched them: "graph" and "eager".
     """
 
     def __init__(
@@ -85,7 +87,8 @@ class ModelRunner:
         self._sampler = sampler
         self._device = tables.device
         self._stream = ops.stream
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
+        self.counts: Counter[str] = Counter()
         num_rows = tables.spare_row
         self._prompt_lens = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
         self._prompt_logit_rows = min(max(PROMPT_LOGIT_ROWS, num_rows), MAX_PROMPT_LOGIT_ROWS)
@@ -111,7 +114,7 @@ class ModelRunner:
 
     def holds(self, num_decodes: int) -> bool:
         """Whether there is a graph for a step of so many decodes and nothing else."""
-        return self.graphs is not None and self.graphs.holds(num_decodes)
+        return self.graphs is not None and self.graphs.decodes.holds(num_decodes)
 
     def submit_decodes(self, packed: PackedDecodes, extras: StepExtras = NO_EXTRAS) -> Pending:
         """Start a step of decodes by a graph; it must hold so many. Else as `submit`."""
@@ -156,9 +159,8 @@ class ModelRunner:
         last = batch.logit_rows
         if extras.prompts:
             batch = replace(batch, logit_rows=_with_prompts(last, extras.prompts))
-        self._ops.plan(batch)
         # [R, hidden], then a row for each prompt token asked about
-        hidden = self._model.forward(batch, self._kv_cache)
+        hidden = self._forward(batch)
         num_samples = packed.num_samples
         prompt_logprobs = self._prompt_logprobs(hidden[num_samples:], extras.prompts)
         result = DeviceResult(tokens=rows, prompts=extras.prompts, prompt_logprobs=prompt_logprobs)
@@ -168,16 +170,28 @@ class ModelRunner:
         positions = batch.positions[last]
         return self._choose(result, logits, rows, positions, packed.sample_rows, extras)
 
+    def _forward(self, batch: ForwardBatch) -> Tensor:
+        """Return the hidden states [R, hidden] of the step's `logit_rows`."""
+        chunks = None if self.graphs is None else self.graphs.chunks
+        if chunks is not None and chunks.holds(batch):
+            self.counts["graph"] += 1
+            return chunks.forward(batch)
+        self.counts["eager"] += 1
+        self._ops.plan(batch)
+        return self._model.forward(batch, self._kv_cache)
+
     @torch.inference_mode()
     def _replay(self, packed: PackedDecodes, extras: StepExtras) -> DeviceResult:
         """Compute one step by a graph; what chooses tokens otherwise than greedily comes behind."""
         assert self.graphs is not None, "whoever submits has asked for them"
+        self.counts["graph"] += 1
+        graphs = self.graphs.decodes
         if self._sampler.is_greedy(packed.rows) and not extras.processed:
-            tokens = self.graphs.greedy(packed)
+            tokens = graphs.greedy(packed)
             # On CUDA the copy to the host comes before the next step, which overwrites them; here
             # another thread reads them, perhaps later.
             return DeviceResult(tokens=tokens if self._worker is None else tokens.clone())
-        logits, rows, positions = self.graphs.logits(packed)
+        logits, rows, positions = graphs.logits(packed)
         result = DeviceResult(tokens=rows)
         return self._choose(result, logits, rows, positions, packed.rows, extras)
 

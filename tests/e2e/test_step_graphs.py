@@ -20,8 +20,10 @@ from support.engines import (
     tokens_of,
 )
 from tvr import SamplingParams
-from tvr.core.decode_graphs import DecodeGraphs, graph_sizes
+from tvr.contract import Bounds
+from tvr.core.decode_graphs import graph_sizes
 from tvr.core.runner import ModelRunner
+from tvr.core.step_graphs import capture_steps
 from tvr.errors import KernelError
 from tvr.hookspecs import hookimpl
 
@@ -80,18 +82,22 @@ def graphed(checkpoint, backend, *, capture=tape.capture, **settings):
     settings = {"max_num_seqs": 8, "dtype": "float32", "device": "cpu", **settings}
     with engine(checkpoint, backend="graph_safe", plugins=[backend()], **settings) as llm:
         runner = llm._runner
-        runner._model.reserve(llm.limits.max_num_batched_tokens)
-        graphs = DecodeGraphs(
+        limits = llm.limits
+        bounds = Bounds(
+            max_num_seqs=limits.max_num_seqs,
+            max_num_tokens=limits.max_num_batched_tokens,
+            max_seq_len=limits.max_model_len,
+            max_q_len=min(limits.max_num_batched_tokens, limits.max_model_len),
+        )
+        runner.graphs = capture_steps(
             runner._model,
             runner._ops,
             runner._argmax,
             runner._kv_cache,
             runner._tables,
-            max_num_seqs=llm.limits.max_num_seqs,
-            max_seq_len=llm.limits.max_model_len,
+            bounds,
+            lambda fn: capture(fn, None),
         )
-        graphs.capture(lambda fn: capture(fn, None))
-        runner.graphs = graphs
         yield llm
 
 
@@ -113,17 +119,34 @@ def test_graphs_give_the_tokens_of_eager_steps(checkpoint, eager, backend, lag):
             ):
                 assert list(found) == list(wanted)
         stats = llm.stats()
-        assert stats["num_graph_steps"] > 20
+        assert stats["num_graph_steps"] >= 40
+        assert stats["num_eager_steps"] == 0  # mixed steps are graphs as well
         assert all_blocks_came_back(llm)
 
 
-def test_only_steps_of_decodes_are_replayed(checkpoint):
-    prompts = prompts_of([50, 50, 50])
-    with graphed(checkpoint, graph_safe.backend, max_num_batched_tokens=16) as llm:
-        llm.generate(prompts, greedy(6))
+def test_a_step_with_more_chunks_than_any_graph_has_room_for_is_eager(checkpoint, monkeypatch):
+    monkeypatch.setattr("tvr.core.chunk_graphs._CHUNKS", 2)
+    with graphed(checkpoint, graph_safe.backend) as llm:
+        llm.generate(prompts_of([5, 5]), greedy(2))
+        assert llm.stats()["num_eager_steps"] == 0
+        llm.generate(prompts_of([5, 5, 5], seed=1), greedy(2))
+        assert llm.stats()["num_eager_steps"] == 1
+
+
+def test_prefill_that_cannot_be_captured_leaves_decodes_their_graphs(checkpoint):
+    def without_prefill():
+        right = graph_safe.backend()
+        ops = dict(graph_safe.INFO.ops)
+        boxes = ops["attention_prefill"]
+        ops["attention_prefill"] = [replace(box, flags=frozenset()) for box in boxes]
+        info = replace(graph_safe.INFO, ops=ops)
+        return SimpleNamespace(**vars(right) | {"tvr_backend_info": hookimpl(lambda: info)})
+
+    with graphed(checkpoint, without_prefill) as llm:
+        llm.generate(prompts_of([20, 30]), greedy(6))
         stats = llm.stats()
-        assert stats["num_eager_steps"] >= 150 // 16
-        assert stats["num_graph_steps"] >= 5
+        assert stats["num_eager_steps"] == 1
+        assert stats["num_graph_steps"] == 5
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -142,6 +165,7 @@ def test_preempted_and_aborted_requests_do_not_show(checkpoint, lag):
             llm.abort(f"aborted {i}")
         found = drain(llm)
         assert [found[str(i)].outputs[0].token_ids for i in range(len(prompts))] == right
+        assert llm.stats()["num_eager_steps"] == 0
         assert all_blocks_came_back(llm)
 
 
@@ -149,9 +173,9 @@ def test_a_step_larger_than_every_graph_is_launched_eagerly(checkpoint, monkeypa
     monkeypatch.setattr("tvr.core.decode_graphs.MAX_SIZE", 4)
     with graphed(checkpoint, graph_safe.backend) as llm:
         llm.generate(prompts_of([3] * 6), greedy(8))
-        assert llm.stats()["num_graph_steps"] == 0
+        assert llm.stats()["num_eager_steps"] == 7  # that of the prompts is a graph
         llm.generate(prompts_of([3] * 4), greedy(8))
-        assert llm.stats()["num_graph_steps"] > 0
+        assert llm.stats()["num_eager_steps"] == 7
 
 
 def test_padding_writes_no_slot_and_no_row(checkpoint):

@@ -1,0 +1,62 @@
+"""The CUDA graphs of a model's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tvr.contract import Bounds
+from tvr.core.batch import DeviceTables
+from tvr.core.chunk_graphs import ChunkGraphs
+from tvr.core.decode_graphs import DecodeGraphs
+from tvr.core.graph_capture import Capture, no_collection
+from tvr.core.kv_cache import KVCache
+from tvr.core.llama import LlamaForCausalLM
+from tvr.core.ops import OpTable
+
+
+class StepGraphs(NamedTuple):
+    """Attributes:
+    decodes: of steps of decodes only.
+    chunks: of small steps with prefill chunks; None: an op cannot be captured there.
+    """
+
+    decodes: DecodeGraphs
+    chunks: ChunkGraphs | None
+
+
+def capture_steps(
+    model: LlamaForCausalLM,
+    ops: OpTable,
+    argmax: Callable[..., Tensor],
+    kv_cache: KVCache,
+    tables: DeviceTables,
+    bounds: Bounds,
+    capture: Capture,
+) -> StepGraphs:
+    """Return the captured graphs of a model, for steps within `bounds`.
+
+    Raises:
+        KernelError: a step cannot be captured.
+    """
+    model.reserve(bounds.max_num_tokens)  # a graph knows addresses: nothing may move from here on
+    decodes = DecodeGraphs(
+        model,
+        ops,
+        argmax,
+        kv_cache,
+        tables,
+        max_num_seqs=bounds.max_num_seqs,
+        max_seq_len=bounds.max_seq_len,
+    )
+    chunks = None
+    if not ops.lacking("cuda_graph"):
+        max_blocks = tables.block_table.shape[1]
+        chunks = ChunkGraphs(model, ops, kv_cache, bounds=bounds, max_blocks=max_blocks)
+    with no_collection():
+        if chunks is not None:  # the larger steps first
+            chunks.capture(capture)
+        decodes.capture(capture)
+    return StepGraphs(decodes, chunks)
