@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         DeviceFacts,
         KvWriteSpec,
         LinearSpec,
+        PrepareStepSpec,
         RmsNormSpec,
         RopeKvWriteSpec,
         RopeSpec,
@@ -107,3 +108,8 @@ def tvr_bind_linear(spec: LinearSpec, device: DeviceFacts) -> BoundOp | None:
 @hookspec
 def tvr_bind_argmax(spec: ArgmaxSpec, device: DeviceFacts) -> BoundOp | None:
     """Return `argmax` bound for `spec`, or None: not me."""
+
+
+@hookspec
+def tvr_bind_prepare_step(spec: PrepareStepSpec, device: DeviceFacts) -> BoundOp | None:
+    """Return `prepare_step` bound for `spec`, or None: not me."""

@@ -37,7 +37,7 @@ def _with_boxes(op, *boxes):
 #: What no CPU has, or no op of the reference.
 MISSING = re.compile(
     r"binds \w+ without (plan|workspace_bytes|plan or workspace_bytes)|is not declared cuda_graph"
-    r"|(graphs|streams) need a CUDA device|needs two CUDA devices"
+    r"|is not declared plan_in_graph|(graphs|streams) need a CUDA device|needs two CUDA devices"
 )
 
 

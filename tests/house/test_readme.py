@@ -23,7 +23,7 @@ def backend_row(plugin) -> str:
         return ", ".join(dict.fromkeys(v for box in boxes for v in getattr(box, attribute)))
 
     missing = [op for op in OPS if op not in info.ops]
-    ops = "all" if not missing else ", ".join(op for op in OPS if op in info.ops)
+    ops = "all" + (f" but {', '.join(missing)}" if missing else "")
     return f"| `{info.name}` | {union('devices')} | {union('dtypes')} | {ops} |"
 
 

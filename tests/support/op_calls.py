@@ -207,3 +207,18 @@ def _argmax(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec, C
         return _prepared(bound, step(1, s)).run(logits, out=out)
 
     yield spec(dtype=name, vocab_size=s.vocab), call
+
+
+def _prepare_step(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec, Call]]:
+    spec: Any = SPECS["prepare_step"]
+    entries = torch.tensor([[row, s.kv_len - 1, -1] for row in range(s.seqs)], dtype=torch.int32)
+    table = torch.zeros(s.seqs + 1, s.blocks, dtype=torch.int32)
+    names = ("input_ids", "positions", "rows", "slot_mapping")
+    outs = {n: torch.empty(s.seqs, dtype=torch.int64) for n in names}
+    outs |= {"seq_lens": torch.empty(s.seqs, dtype=torch.int32), "step_block_table": table[:-1]}
+
+    def call(bound: BoundOp) -> object:
+        last_token = torch.zeros(s.seqs + 1, dtype=torch.int64)
+        return bound.run(entries, table.clone(), last_token, **outs)
+
+    yield spec(dtype=name, block_size=s.block_size), call

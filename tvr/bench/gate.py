@@ -10,7 +10,7 @@ import torch
 from tvr.bench.gate_attention import judge_attention
 from tvr.conformance.checks_common import rows_of, written_rows
 from tvr.conformance.ledger import CheckFailed
-from tvr.conformance.subject import Call, Subject
+from tvr.conformance.subject import UPDATED, Call, Subject
 from tvr.conformance.verdict import Comparison, find_fault
 from tvr.contract import AttentionSpec, matching_box
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _CACHES = frozenset({"k_cache", "v_cache"})
+_SPARE = _CACHES | UPDATED | {"step_block_table"}
 _NO_ID = -7  # what no argmax gives
 _FEW = 16  # rows judged at the start, in the middle and at the end
 
@@ -35,8 +36,9 @@ class Gate:
     def poison(self, calls: Sequence[Call]) -> None:
         """Fill every output, so that `judge` sees what is not written."""
         for call in calls:
-            for x in call.written.values():
-                x.fill_(torch.nan if x.is_floating_point() else _NO_ID)
+            for name, x in call.written.items():
+                if name not in UPDATED:
+                    x.fill_(torch.nan if x.is_floating_point() else _NO_ID)
 
     def judge(self, subject: Subject, calls: Sequence[Call]) -> None:
         """See that every call was run, and that the first and the last one are right.
@@ -90,7 +92,8 @@ def _sample(num_rows: int) -> list[int]:
 def _tiny(call: Call, rows: list[int]) -> Call:
     """Return a copy of a call with these rows alone, and caches of one slot for each."""
     part = rows_of(call, rows)
-    if "slot_mapping" not in call.args:
+    part = part.replace(**{name: part[name].clone() for name in UPDATED & part.written.keys()})
+    if not call.stores_in_slots:
         return part
     stored = written_rows(call)
     caches = {name: stored[name][rows].unsqueeze(2) for name in _CACHES}  # [rows, KVH, 1, D]
@@ -99,10 +102,13 @@ def _tiny(call: Call, rows: list[int]) -> Call:
 
 
 def _is_blank(call: Call) -> Tensor:
-    """Return whether an output still has an element that `poison` left; caches have spare slots."""
+    """Return whether an output still has an element that `poison` left.
+
+    Caches have spare slots, and tables columns that no sequence uses.
+    """
     blank = [
         (x.isnan() if x.is_floating_point() else x == _NO_ID).any()
         for name, x in call.written.items()
-        if name not in _CACHES
+        if name not in _SPARE
     ]
     return torch.stack(blank).any() if blank else torch.zeros((), dtype=torch.bool)

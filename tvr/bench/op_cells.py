@@ -12,6 +12,7 @@ from tvr.contract import (
     KvWriteSpec,
     LinearSpec,
     OpSpec,
+    PrepareStepSpec,
     RmsNormSpec,
     RopeKvWriteSpec,
     RopeSpec,
@@ -24,9 +25,13 @@ HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 64, 16
 #: (in_features, out_features) of qkv, o, gate_up, down and the LM head.
 LINEARS = ((2048, 3072), (2048, 2048), (2048, 16384), (8192, 2048), (2048, 128256))
 
+#: What `prepare_step` reads and writes of a sequence, its block ids left out: 12 bytes from the
+#: host, its last token, and five numbers.
+PREPARED_BYTES = 12 + 8 + 4 * 8 + 4
+
 #: Ops whose large cell is given in megabytes.
 ELEMENTWISE = ("rms_norm", "add_rms_norm", "rope", "kv_write", "rope_kv_write", "silu_mul")
-OPS = (*ELEMENTWISE, "linear", "argmax")
+OPS = (*ELEMENTWISE, "linear", "argmax", "prepare_step")
 
 ROWS = (1, 8, 64, 256)
 LINEAR_ROWS = (1, 2, 4, 8)
@@ -99,12 +104,15 @@ def _spec(op: str, dtype: str) -> tuple[OpSpec, tuple[tuple[str, int], ...]]:
         "rope_kv_write": (RopeKvWriteSpec, heads | paged),
         "silu_mul": (SiluMulSpec, {"intermediate_size": INTERMEDIATE}),
         "argmax": (ArgmaxSpec, {"vocab_size": VOCAB}),
+        "prepare_step": (PrepareStepSpec, paged),
     }[op]
     return kind(dtype=dtype, **sizes), tuple(sizes.items())
 
 
 def _row_bytes(op: str, dtype: str) -> int:
     """Return the bytes that a row reads and writes."""
+    if op == "prepare_step":
+        return PREPARED_BYTES
     q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     elements = {
         "rms_norm": 2 * HIDDEN,

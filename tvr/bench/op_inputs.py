@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tvr.conformance.inputs import EPS, cos_sin_cache
+from tvr.conformance.row_tables import step_args
 from tvr.conformance.subject import Call
 from tvr.conformance.tensors import torch_dtype
 from tvr.contract import (
@@ -14,6 +15,7 @@ from tvr.contract import (
     ArgmaxSpec,
     KvWriteSpec,
     LinearSpec,
+    PrepareStepSpec,
     RmsNormSpec,
     RopeKvWriteSpec,
     RopeSpec,
@@ -77,6 +79,11 @@ def op_calls(cell: RowsCell, buffers: Buffers, num_sets: int) -> list[Call]:
         case ArgmaxSpec(vocab_size=n):
             own = {"logits": normal("x", rows, n)}
             own["out"] = buffers.unfilled("ids", (num_sets, rows), torch.int64)
+        case PrepareStepSpec():
+            g = torch.Generator().manual_seed(rows)
+            steps = [step_args(cell.spec, rows, g) for _ in range(num_sets)]
+            own = {n: torch.stack([step[n] for step in steps]) for n in steps[0]}
+            own = {n: x.to(buffers.device) for n, x in own.items()}
         case _:
             raise NotImplementedError(cell.spec.op)
     return [

@@ -18,6 +18,10 @@ from tvr.conformance.checks_norm import (
     check_norm_rounds_where_declared,
     check_sum_is_rounded_before_the_norm,
 )
+from tvr.conformance.checks_prepare import (
+    check_new_blocks_enter_both_tables,
+    check_step_is_made_from_its_rows,
+)
 from tvr.conformance.checks_rope import check_rotation_is_rounded_once
 
 if TYPE_CHECKING:
@@ -35,6 +39,7 @@ _CLAIMS = {
     "silu_mul": (check_gate_comes_first,),
     "linear": (check_product_matches_oracle,),
     "argmax": (check_largest_logit_wins,),
+    "prepare_step": (check_step_is_made_from_its_rows, check_new_blocks_enter_both_tables),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,10 @@ from tvr.contract import PROTOCOLS, BoundOp, Bounds, StepMeta
 
 if TYPE_CHECKING:
     from tvr.conformance.subject import Call
+
+
+#: Ops of which each row is another sequence of the step.
+ROWS_ARE_SEQUENCES = frozenset({"prepare_step"})
 
 
 class Binding:
@@ -77,20 +82,25 @@ def workspace_bytes(bound: BoundOp, bounds: Bounds) -> int:
 
 
 def step_of(call: Call) -> StepMeta:
-    """Return a call's step; of a call that has none, that of one sequence of its rows."""
+    """Return a call's step; of a call that has none, that of one sequence of its rows.
+
+    Where each row is another sequence, it is that of as many decodes.
+    """
     step: StepMeta | None = call.args.get("step")
     if step is not None:
         return step
     rows = next(iter(call.read.values()))
     num_tokens, device = len(rows), rows.device
     lens = [num_tokens] if num_tokens else []
+    if call.spec.op in ROWS_ARE_SEQUENCES:
+        lens = [1] * num_tokens
     return StepMeta(
         block_table=torch.zeros(len(lens), num_tokens, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        cu_seqlens_q=torch.tensor([0, *lens], dtype=torch.int32, device=device),
+        cu_seqlens_q=torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device),
         num_seqs=len(lens),
         num_tokens=num_tokens,
-        max_q_len=num_tokens,
-        max_seq_len=num_tokens,
+        max_q_len=max(lens, default=0),
+        max_seq_len=max(lens, default=0),
         seq_lens_cpu=lens,
     )

@@ -24,6 +24,7 @@ from tvr.contract import (
     KvWriteSpec,
     LinearSpec,
     OpSpec,
+    PrepareStepSpec,
     RmsNormSpec,
     RopeKvWriteSpec,
     RopeSpec,
@@ -49,6 +50,8 @@ _NORMS = {
 _SILUS = {"smoke": [(1, 64), (5, 72), (3, 1536)], "quick": [(2, 8192), (17, 14336)]}
 # (rows, vocabulary)
 _ARGMAXES = {"smoke": [(1, 64), (6, 1000), (2, 4099)], "quick": [(3, 128256)]}
+# (sequences, block_size); the tables of smaller blocks have more columns
+_PREPARES = {"smoke": [(1, 16), (5, 16), (7, 1)], "quick": [(256, 16), (33, 64), (9, 256)]}
 # (rows, in, out, max_rows)
 _LINEARS: dict[str, list[tuple[int, int, int, int | None]]] = {
     "smoke": [(1, 64, 96, 8), (5, 576, 40, 8), (2, 72, 5, 8)],
@@ -164,6 +167,7 @@ def _cases_of(op: str) -> tuple[Case, ...]:
         _attention_cases(),
         _batch_invariant_cases(),
         _many_rows_cases(),
+        _row_table_cases(),
     )
     return tuple(case for case in every if case.op == op)
 
@@ -310,6 +314,16 @@ def _many_rows_cases() -> Iterator[Case]:
         for i, (detail, kv_lens) in enumerate(_BATCHES.items()):
             level = _by_turns(i, dtype, "quick")
             yield _decode(_shape(dtype, 6, 3, 64, 16), detail, level, kv_lens)
+
+
+def _row_table_cases() -> Iterator[Case]:
+    """Ops on tables that have a row a request. All of a step's numbers are integers: one dtype."""
+    for level in LEVELS:
+        for rows, block_size in _PREPARES.get(level, ()):
+            prepare = PrepareStepSpec(dtype="float32", block_size=block_size)
+            yield _case(prepare, f"{rows}-block{block_size}", level=level, num_tokens=rows)
+    prepare = PrepareStepSpec(dtype="float32", block_size=16, batch_invariant=True)
+    yield _case(prepare, "invariant", num_tokens=19)
 
 
 def _both(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tvr.conformance.checks_common import TOKEN_ARGS
+from tvr.conformance.row_tables import padding_entry
 from tvr.contract import AttentionDecodeSpec, AttentionSpec, Bounds, StepMeta
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class Frame:
         for name, tensor in self.call.args.items():
             if isinstance(tensor, torch.Tensor) and name not in self._fixed:
                 tensor.fill_(_PADDING.get(name, _nothing_in(tensor)))
+        if "entries" in self.call.args:
+            self.call["entries"].copy_(padding_entry(self.call["block_table"]))
         step = self.call.args.get("step")
         if step is not None:
             step.block_table.fill_(-1)
@@ -76,7 +79,7 @@ class Frame:
                 continue
             start = first_block if name in _CACHES else 0
             self.call[name][start : start + len(value)].copy_(value)
-        if "slot_mapping" in call.args:
+        if call.stores_in_slots:
             used = self.call["slot_mapping"][: len(call["slot_mapping"])]
             used += (used >= 0) * first_block * call["k_cache"].shape[2]
         step = call.args.get("step")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tvr.conformance.row_tables import step_args
 from tvr.conformance.sequences import attention_call, random_sequences
 from tvr.conformance.subject import Call
 from tvr.conformance.tensors import torch_dtype, unfilled
@@ -15,6 +16,7 @@ from tvr.contract import (
     AttentionSpec,
     KvWriteSpec,
     LinearSpec,
+    PrepareStepSpec,
     RmsNormSpec,
     RopeKvWriteSpec,
     RopeSpec,
@@ -74,6 +76,8 @@ def make_call(case: Case, device: torch.device) -> Call:
             args["out"] = empty(rows, n_out).to(torch_dtype(out_dtype or case.spec.dtype))
         case ArgmaxSpec(vocab_size=n):
             args = {"logits": normal(rows, n), "out": torch.full((rows,), -7, device=device)}
+        case PrepareStepSpec():
+            args = {name: x.to(device) for name, x in step_args(case.spec, rows, g).items()}
         case _:
             raise NotImplementedError(case.op)
     return Call(spec=case.spec, args=args)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tvr.conformance.binding import ROWS_ARE_SEQUENCES
 from tvr.conformance.frame import Room
 from tvr.contract import AttentionDecodeSpec, AttentionSpec, Bounds, LinearSpec
 
@@ -86,6 +87,8 @@ def room_for(steps: Sequence[Case]) -> Room:
         if isinstance(spec, LinearSpec) and spec.max_rows is not None:
             rows = min(rows, spec.max_rows)
         bounds = Bounds(max_num_seqs=1, max_num_tokens=rows, max_seq_len=rows, max_q_len=rows)
+        if spec.op in ROWS_ARE_SEQUENCES:
+            bounds = replace(bounds, max_num_seqs=rows, max_q_len=1)
         keys_of = [(rows,)]
     block_size: int = getattr(spec, "block_size", 1)
     used = max(sum(-(-n // block_size) for n in kv_lens) for kv_lens in keys_of)

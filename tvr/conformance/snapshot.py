@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tvr.conformance.fault import same_bits
-from tvr.conformance.subject import Call
+from tvr.conformance.subject import UPDATED, Call
 from tvr.contract import PROTOCOLS, OpSpec, StepMeta
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Snapshot:
     """What a call was given.
 
     Attributes:
-        call: its copy; outputs hold NaN, or -7 where they are integers, except caches.
+        call: its copy; outputs hold NaN, or -7 where they are integers, except caches and tables.
         strides: those of every input that was not contiguous, in elements.
         aliases: output -> the input that was the very same tensor.
         blocks: [n] int64, ids in the model's pool of the copy's blocks 1 to n; None: no pool, or
@@ -98,7 +98,7 @@ def take(live: Call, in_use: Tensor | None = None) -> Snapshot:
         if name in _CACHES:
             assert blocks is not None
             args[name] = cut(tensor, blocks)
-        elif name in outputs:
+        elif name in outputs and name not in UPDATED:
             args[name] = _unfilled(tensor)
             for other, x in live.read.items():
                 if _is_same(tensor, x):

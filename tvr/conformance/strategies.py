@@ -25,6 +25,7 @@ from tvr.contract import (
     KvWriteSpec,
     LinearSpec,
     OpSpec,
+    PrepareStepSpec,
     RmsNormSpec,
     RopeSpec,
     SiluMulSpec,
@@ -121,6 +122,8 @@ def _spec(draw: Draw, op: str, box: Box, reach: Reach) -> OpSpec:
         facts["intermediate_size"] = draw(eights)
     elif spec_type is ArgmaxSpec:
         facts["vocab_size"] = draw(_whole(2, 4 * reach.width))
+    elif spec_type is PrepareStepSpec:
+        facts["block_size"] = draw(st.sampled_from(box.block_sizes or BLOCK_SIZES))
     elif spec_type is LinearSpec:
         facts |= {"in_features": draw(eights)}
         facts |= {"out_features": draw(width), "max_rows": box.max_rows}

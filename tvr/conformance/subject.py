@@ -46,10 +46,17 @@ WRITES: dict[str, tuple[str, ...]] = {
     "silu_mul": ("out",),
     "linear": ("out",),
     "argmax": ("out",),
+    "prepare_step": (
+        *("input_ids", "positions", "rows", "slot_mapping", "seq_lens", "step_block_table"),
+        "block_table",
+    ),
 }
 
+#: Tables with a row for each request, which an op updates: what they hold is an input too.
+UPDATED = frozenset({"block_table"})
+
 #: Outputs that `run` is given but does not return.
-_NOT_RETURNED = frozenset({"k_cache", "v_cache", "lse"})
+_NOT_RETURNED = frozenset({"k_cache", "v_cache", "lse", *UPDATED})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +87,11 @@ class Call:
         if (step := self.args.get("step")) is not None:
             tensors |= {n: getattr(step, n) for n in ("block_table", "seq_lens", "cu_seqlens_q")}
         return {n: t for n, t in tensors.items() if n not in WRITES[self.spec.op]}
+
+    @property
+    def stores_in_slots(self) -> bool:
+        """Whether each row of this call is stored in a slot of the caches."""
+        return {"slot_mapping", "k_cache"} <= self.args.keys()
 
     def wrong_return(self, result: object) -> str:
         """Return how `result` differs from the outputs that `run` was given; "": not at all."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tvr.conformance import oracle, tolerance
+from tvr.conformance.checks_prepare import wanted_step
 from tvr.conformance.fault import (
     Fault,
     bounded,
@@ -139,6 +140,12 @@ def _argmax(t: Comparison) -> Fault | None:
     return first_other("out", t.found["out"], wanted)
 
 
+def _prepare_step(t: Comparison) -> Fault | None:
+    wanted = wanted_step(t.call, t.found["step_block_table"])
+    faults = (first_other(name, found, wanted[name]) for name, found in t.found.items())
+    return next((fault for fault in faults if fault is not None), None)
+
+
 def _linear(t: Comparison) -> Fault | None:
     x, weight, bias = t.call["x"], t.call["weight"], t.call["bias"]
     found, reference = t.found["out"], t.reference["out"]
@@ -241,4 +248,5 @@ _JUDGES: dict[str, Callable[[Comparison], Fault | None]] = {
     "silu_mul": _silu_mul,
     "linear": _linear,
     "argmax": _argmax,
+    "prepare_step": _prepare_step,
 }

@@ -133,6 +133,31 @@ class Argmax(Protocol):
     def __call__(self, logits: Tensor, *, out: Tensor) -> Tensor: ...
 
 
+class PrepareStep(Protocol):
+    """Each sequence of a step of decodes is a row of the tables: its arrays come from there.
+
+    entries [S, 3] int32: the row, the position of the token to compute, and a block id that the
+    row's table gets for that position, or -1; padding is (a spare row, -1, -1). block_table
+    [rows, max_blocks] int32; last_token [rows] int64. Outputs: input_ids, positions, rows,
+    slot_mapping [S] int64; seq_lens [S] int32; step_block_table [S, max_blocks] int32, filled as
+    far as the sequence goes. Padding has length 0, slot -1, position 0.
+    """
+
+    def __call__(
+        self,
+        entries: Tensor,
+        block_table: Tensor,
+        last_token: Tensor,
+        *,
+        input_ids: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        slot_mapping: Tensor,
+        seq_lens: Tensor,
+        step_block_table: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
+
+
 PROTOCOLS: dict[str, type] = {
     "rms_norm": RmsNorm,
     "add_rms_norm": AddRmsNorm,
@@ -144,4 +169,5 @@ PROTOCOLS: dict[str, type] = {
     "silu_mul": SiluMul,
     "linear": Linear,
     "argmax": Argmax,
+    "prepare_step": PrepareStep,
 }

@@ -208,6 +208,15 @@ class ArgmaxSpec(OpSpec):
     vocab_size: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrepareStepSpec(OpSpec):
+    """Arrays of a step of decodes from tables by row. All are integers: `dtype` is the model's."""
+
+    op: ClassVar[str] = "prepare_step"
+
+    block_size: int
+
+
 SPECS: dict[str, type[OpSpec]] = {
     cls.op: cls
     for cls in (
@@ -221,6 +230,7 @@ SPECS: dict[str, type[OpSpec]] = {
         SiluMulSpec,
         LinearSpec,
         ArgmaxSpec,
+        PrepareStepSpec,
     )
 }
 OPS = tuple(SPECS)

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 import torch
 
-from tvr.backends.torch_ref import activation, argmax, attention, kv, linear, norm, rope
+from tvr.backends.torch_ref import (
+    activation,
+    argmax,
+    attention,
+    kv,
+    linear,
+    norm,
+    prepare,
+    rope,
+)
 from tvr.contract import (
     DTYPES,
     AddRmsNormSpec,
@@ -23,6 +32,7 @@ from tvr.contract import (
     KvWriteSpec,
     LinearSpec,
     OpSpec,
+    PrepareStepSpec,
     RmsNormSpec,
     RopeKvWriteSpec,
     RopeSpec,
@@ -61,6 +71,7 @@ _INFO = BackendInfo(
         "silu_mul": _boxes(cuda_graph=True),
         "linear": _boxes("bias", "out_dtype", cuda_graph=True),
         "argmax": _boxes(cuda_graph=True),
+        "prepare_step": _boxes(cuda_graph=True),
     },
 )
 
@@ -131,3 +142,8 @@ def tvr_bind_linear(spec: LinearSpec, device: DeviceFacts) -> BoundOp | None:
 @hookimpl
 def tvr_bind_argmax(spec: ArgmaxSpec, device: DeviceFacts) -> BoundOp | None:
     return argmax.bind_argmax() if _declared(spec, device) else None
+
+
+@hookimpl
+def tvr_bind_prepare_step(spec: PrepareStepSpec, device: DeviceFacts) -> BoundOp | None:
+    return prepare.bind_prepare_step(spec) if _declared(spec, device) else None

@@ -20,6 +20,7 @@ from tvr.contract import (
     KvWriteSpec,
     LinearSpec,
     OpSpec,
+    PrepareStepSpec,
     RmsNormSpec,
     RopeKvWriteSpec,
     RopeSpec,
@@ -50,6 +51,7 @@ OP_MODULES = {
     "silu_mul": "activation",
     "linear": "linear",
     "argmax": "argmax",
+    "prepare_step": "prepare_step",
 }
 
 
@@ -87,6 +89,7 @@ def backend_info() -> BackendInfo:
             "silu_mul": boxes(),
             "linear": boxes("bias", "out_dtype", max_rows=SMALL_BATCH_ROWS),
             "argmax": boxes(),
+            "prepare_step": boxes(),
         },
     )
 
@@ -168,4 +171,9 @@ def tvr_bind_linear(spec: LinearSpec, device: DeviceFacts) -> BoundOp | None:
 
 @hookimpl
 def tvr_bind_argmax(spec: ArgmaxSpec, device: DeviceFacts) -> BoundOp | None:
+    return _bind(spec, device)
+
+
+@hookimpl
+def tvr_bind_prepare_step(spec: PrepareStepSpec, device: DeviceFacts) -> BoundOp | None:
     return _bind(spec, device)
