@@ -177,7 +177,7 @@ def test_a_batch_invariant_model_is_for_backends_that_declare_it_of_all_their_op
 
 def test_the_model_binds_every_op_of_the_contract():
     case = engine_cases("smoke")[0]
-    assert {s.op for s in op_specs(case.spec)} == set(OPS) - {"prepare_step"}
+    assert {s.op for s in op_specs(case.spec)} == set(OPS)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

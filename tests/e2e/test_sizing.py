@@ -10,7 +10,7 @@ import torch
 
 from support.engines import engine, prompts_of, save_shape
 from tvr import SamplingParams
-from tvr.contract import ArgmaxSpec, Bounds
+from tvr.contract import Bounds
 from tvr.core.config import ModelConfig
 from tvr.core.engine_config import EngineConfig
 from tvr.core.llama import LlamaForCausalLM
@@ -26,6 +26,7 @@ from tvr.core.memory import (
     size_pool,
 )
 from tvr.core.profile import pack_chunks, run_largest_steps, warm_up
+from tvr.core.step_ops import StepOps
 from tvr.core.weights import dummy_weights
 from tvr.errors import CapacityError
 
@@ -139,7 +140,9 @@ def test_the_largest_steps_reach_every_bound(seqs, tokens, context, block_size, 
         block_size=block_size,
         max_position=context,
     )
-    argmax = ops.bind(ArgmaxSpec(dtype="float32", vocab_size=SMALL.vocab_size)).run
+    step_ops = StepOps.bind(
+        ops, dtype="float32", block_size=block_size, vocab_size=SMALL.vocab_size
+    )
     ops.allocate(bounds)
     steps = []
     forward = model.forward
@@ -152,7 +155,7 @@ def test_the_largest_steps_reach_every_bound(seqs, tokens, context, block_size, 
         return forward(batch, kv_cache)
 
     monkeypatch.setattr(model, "forward", watch)
-    pool = run_largest_steps(model, ops, argmax, bounds, block_size, device)
+    pool = run_largest_steps(model, ops, step_ops, bounds, block_size, device)
     assert pool % SMALL.kv_bytes_per_block(block_size, "float32") == 0
     assert max(s.num_seqs for s in steps) == seqs
     assert max(s.num_tokens for s in steps) == min(tokens, seqs * context)

@@ -92,7 +92,7 @@ def graphed(checkpoint, backend, *, capture=tape.capture, **settings):
         runner.graphs = capture_steps(
             runner._model,
             runner._ops,
-            runner._argmax,
+            runner._step_ops,
             runner._kv_cache,
             runner._tables,
             bounds,

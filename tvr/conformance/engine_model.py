@@ -5,7 +5,6 @@ What it has not comes from the reference backend, as in an engine with the backe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib.metadata import distribution
 from typing import TYPE_CHECKING, Any
@@ -15,17 +14,16 @@ import torch
 from tvr.conformance.ledger import CheckFailed
 from tvr.conformance.model_spec import ModelSpec, op_specs
 from tvr.conformance.subject import Subject
-from tvr.contract import ENTRY_POINT_GROUP, ArgmaxSpec, Bounds
+from tvr.contract import ENTRY_POINT_GROUP, Bounds
 from tvr.core.config import ModelConfig
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.ops import OpTable
 from tvr.core.parameters import Weights
 from tvr.core.plugins import BackendManager, PluginConfig
 from tvr.core.runner import on_device
+from tvr.core.step_ops import StepOps
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tvr.conformance.case import Case
 
 REFERENCE = "torch"
@@ -103,7 +101,7 @@ class TinyModel:
         facts, device: where it runs, as hooks see it and as torch does.
         ops: who serves what.
         llama: the graph.
-        argmax: the bound op's `run`.
+        step_ops: what is called around its layers.
 
     Raises:
         CheckFailed: the backend declares an op of the model and does not serve it.
@@ -122,12 +120,13 @@ class TinyModel:
                 batch_invariant=spec.batch_invariant,
                 max_position=BOUNDS.max_seq_len,
             )
-            argmax = ArgmaxSpec(
+            self.step_ops = StepOps.bind(
+                self.ops,
                 dtype=spec.dtype,
-                batch_invariant=spec.batch_invariant,
+                block_size=spec.block_size,
                 vocab_size=spec.vocab_size,
+                batch_invariant=spec.batch_invariant,
             )
-            self.argmax: Callable[..., Tensor] = self.ops.bind(argmax).run
             _refuse_to_fall_through(backend, spec, self.ops)
             self.ops.allocate(BOUNDS)
 

@@ -57,12 +57,12 @@ def _engine(model: TinyModel) -> Engine:
             num_rows=num_rows, max_model_len=context, block_size=spec.block_size, device=device
         )
         sampler = SamplerState(num_rows, spec.vocab_size, device)
-        runner = ModelRunner(model.llama, model.ops, model.argmax, pool, tables, sampler)
+        runner = ModelRunner(model.llama, model.ops, model.step_ops, pool, tables, sampler)
         config = EngineConfig(dtype=spec.dtype, device=str(device), block_size=spec.block_size)
         if device.type == "cuda" and not obstacles(config, model.ops):
             capture = CudaCapture(model.ops.stream)
             runner.graphs = capture_steps(
-                model.llama, model.ops, model.argmax, pool, tables, BOUNDS, capture
+                model.llama, model.ops, model.step_ops, pool, tables, BOUNDS, capture
             )
     parts = EngineParts(
         model_config=model.config,

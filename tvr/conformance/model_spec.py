@@ -15,6 +15,7 @@ from tvr.contract import (
     AttentionPrefillSpec,
     LinearSpec,
     OpSpec,
+    PrepareStepSpec,
     RmsNormSpec,
     RopeKvWriteSpec,
     SiluMulSpec,
@@ -71,6 +72,7 @@ def bound_specs(spec: ModelSpec) -> list[OpSpec]:
         SiluMulSpec(**own, intermediate_size=spec.intermediate_size),
         *_products(spec, own),
         ArgmaxSpec(**own, vocab_size=spec.vocab_size),
+        PrepareStepSpec(**own, block_size=spec.block_size),
     ]
 
 

@@ -9,7 +9,6 @@ that greedy decoding is one replay after another.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -22,6 +21,7 @@ from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.ops import OpTable
 from tvr.core.sampler import greedy_tokens
+from tvr.core.step_ops import StepOps
 
 #: Larger steps are launched op by op, which costs them little.
 MAX_SIZE = 512
@@ -43,7 +43,7 @@ class DecodeGraphs:
     """The graphs of one model on one device.
 
     Args:
-        model, ops, argmax, kv_cache, tables: what a step runs on. Nothing of it may move.
+        model, ops, step_ops, kv_cache, tables: what a step runs on. Nothing of it may move.
         max_num_seqs: sequences of the largest step.
         max_seq_len: tokens of the longest sequence.
 
@@ -55,7 +55,7 @@ class DecodeGraphs:
         self,
         model: LlamaForCausalLM,
         ops: OpTable,
-        argmax: Callable[..., Tensor],
+        step_ops: StepOps,
         kv_cache: KVCache,
         tables: DeviceTables,
         *,
@@ -65,12 +65,14 @@ class DecodeGraphs:
         self.sizes = graph_sizes(max_num_seqs)
         self._model = model
         self._ops = ops
-        self._argmax = argmax
+        self._argmax = step_ops.argmax
         self._kv_cache = kv_cache
         self._tables = tables
         self._plans_inside = ops.plans_in_graph(prefill=False)
         most = self.sizes[-1]
-        self._inputs = DecodeInputs(tables, size=most, max_seq_len=max_seq_len)
+        self._inputs = DecodeInputs(
+            tables, step_ops.prepare_step, size=most, max_seq_len=max_seq_len
+        )
         self._logits = model.new_logits(most)
         self._tokens = torch.empty(most, dtype=torch.int64, device=tables.device)
         self._preparing: dict[int, Graph] = {}

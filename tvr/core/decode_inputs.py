@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ class PackedDecodes:
     """A step of S decodes as the host sends it.
 
     Attributes:
-        data: [3, S] int32: row, position of the token to compute, and block id appended to the
+        data: [S, 3] int32: row, position of the token to compute, and block id appended to the
             block table or -1.
         rows, seq_lens: what the host needs to know of it without asking the device.
     """
@@ -48,14 +49,14 @@ def pack_decodes(output: ScheduleOutput, next_index: list[int]) -> PackedDecodes
             (new_blocks[i],) = e.new_block_ids  # one token needs at most one more
             next_index[e.row] += 1
     return PackedDecodes(
-        data=np.array((rows, starts, new_blocks), dtype=np.int32),
+        data=np.array((rows, starts, new_blocks), dtype=np.int32).T,
         rows=rows,
         seq_lens=[start + 1 for start in starts],
     )
 
 
 #: A step of nothing.
-NO_DECODES = PackedDecodes(data=np.empty((3, 0), np.int32), rows=[], seq_lens=[])
+NO_DECODES = PackedDecodes(data=np.empty((0, 3), np.int32), rows=[], seq_lens=[])
 
 
 class DecodeInputs:
@@ -66,6 +67,7 @@ class DecodeInputs:
 
     Args:
         tables: where rows keep their block tables and last tokens.
+        prepare_step: the bound op's `run`.
         size: most sequences.
         max_seq_len: most tokens of a sequence, the bound that graphs are captured with.
 
@@ -73,11 +75,19 @@ class DecodeInputs:
         rows, positions: [size] int64, as in `ForwardBatch`.
     """
 
-    def __init__(self, tables: DeviceTables, *, size: int, max_seq_len: int) -> None:
+    def __init__(
+        self,
+        tables: DeviceTables,
+        prepare_step: Callable[..., Any],
+        *,
+        size: int,
+        max_seq_len: int,
+    ) -> None:
         device = tables.device
         self._tables = tables
+        self._prepare_step = prepare_step
         self._max_seq_len = max_seq_len
-        self._sent = torch.empty(3 * size, dtype=torch.int32, device=device)
+        self._sent = torch.zeros(size, 3, dtype=torch.int32, device=device)
         self.rows = torch.zeros(size, dtype=torch.int64, device=device)
         self.positions = torch.zeros(size, dtype=torch.int64, device=device)
         self._input_ids = torch.zeros(size, dtype=torch.int64, device=device)
@@ -90,32 +100,28 @@ class DecodeInputs:
 
     def load(self, packed: PackedDecodes, size: int) -> None:
         """Start copying a step to the device, filled up with padding to `size` sequences."""
-        on_host = torch.empty(3, size, dtype=torch.int32, pin_memory=self._sent.is_cuda)
-        padded, n = on_host.numpy(), packed.data.shape[1]
-        padded[:, :n] = packed.data
-        padded[0, n:] = self._tables.spare_row
-        padded[1:, n:] = _NOTHING
-        self._sent[: 3 * size].copy_(on_host.view(-1), non_blocking=True)
+        on_host = torch.empty(size, 3, dtype=torch.int32, pin_memory=self._sent.is_cuda)
+        padded, n = on_host.numpy(), len(packed.data)
+        padded[:n] = packed.data
+        padded[n:] = (self._tables.spare_row, _NOTHING, _NOTHING)
+        self._sent[:size].copy_(on_host, non_blocking=True)
 
     def prepare(self, size: int) -> None:
         """Fill the arrays for `size` sequences from what was loaded and the tables.
 
         Mutates: the tables' `block_table`, by the step's new block ids.
         """
-        block_size, table = self._tables.block_size, self._tables.block_table
-        rows, starts, new_blocks = self._sent[: 3 * size].view(3, size).unbind()
-        self.rows[:size].copy_(rows)
-        rows = self.rows[:size]
-        positions = self.positions[:size].copy_(starts.clamp(min=0))
-        columns = positions // block_size
-        blocks = torch.where(new_blocks >= 0, new_blocks, table[rows, columns])
-        table[rows, columns] = blocks
-        torch.index_select(table, 0, rows, out=self._block_table[:size])
-        torch.index_select(self._tables.last_token, 0, rows, out=self._input_ids[:size])
-        self._seq_lens[:size].copy_(starts + 1)
-        # int64 before the product: slot numbers pass 2^31 in large pools.
-        slots = blocks.long() * block_size + positions % block_size
-        self._slot_mapping[:size].copy_(torch.where(starts >= 0, slots, -1))
+        self._prepare_step(
+            self._sent[:size],
+            self._tables.block_table,
+            self._tables.last_token,
+            input_ids=self._input_ids[:size],
+            positions=self.positions[:size],
+            rows=self.rows[:size],
+            slot_mapping=self._slot_mapping[:size],
+            seq_lens=self._seq_lens[:size],
+            step_block_table=self._block_table[:size],
+        )
 
     def batch(self, size: int) -> ForwardBatch:
         """Return the step of `size` sequences; host integers are the bounds."""

@@ -10,7 +10,7 @@ from os import PathLike
 
 import torch
 
-from tvr.contract import ArgmaxSpec, Bounds, DeviceFacts
+from tvr.contract import Bounds, DeviceFacts
 from tvr.core.batch import DeviceTables
 from tvr.core.checkpoint_source import open_checkpoint
 from tvr.core.config import ModelConfig
@@ -36,6 +36,7 @@ from tvr.core.profile import run_largest_steps, warm_up
 from tvr.core.runner import ModelRunner, on_device
 from tvr.core.sampler import SamplerState
 from tvr.core.step_graphs import capture_steps
+from tvr.core.step_ops import StepOps
 from tvr.core.tokenizer import Tokenizer
 from tvr.core.weights import Progress, dummy_weights
 from tvr.errors import BackendUnavailable, CapacityError, ConfigError
@@ -198,16 +199,17 @@ def load_engine(
             max_seq_len=context,
             max_q_len=min(tokens, context),
         )
-        argmax_spec = ArgmaxSpec(
+        step_ops = StepOps.bind(
+            ops,
             dtype=dtype,
-            batch_invariant=config.batch_invariant,
+            block_size=config.block_size,
             vocab_size=model_config.vocab_size,
+            batch_invariant=config.batch_invariant,
         )
-        argmax = ops.bind_at(argmax_spec, "sampler").run
         ops.allocate(bounds)
         if before is not None and config.num_blocks is None:
             torch.cuda.reset_peak_memory_stats(where)
-            pool = run_largest_steps(llama, ops, argmax, bounds, config.block_size, where)
+            pool = run_largest_steps(llama, ops, step_ops, bounds, config.block_size, where)
             peak = torch.cuda.max_memory_allocated(where) - pool
             memory = cuda_pool_bytes(config, before, DeviceMemory.of(where), peak)
             num_blocks, context = size_pool(
@@ -225,7 +227,7 @@ def load_engine(
             eos_ids |= {i for i in tokenizer.eos_token_ids if i < model_config.vocab_size}
         sampler = SamplerState(seqs, model_config.vocab_size, where, eos_token_ids=eos_ids)
         ops.start(bounds)
-        runner = ModelRunner(llama, ops, argmax, kv_cache, tables, sampler)
+        runner = ModelRunner(llama, ops, step_ops, kv_cache, tables, sampler)
         eager_reasons = ["the device is no GPU"]
         if device.type == "cuda":
             warm_up(runner, bounds, config.block_size, num_blocks)
@@ -233,7 +235,7 @@ def load_engine(
         if not eager_reasons:
             sized = replace(bounds, max_seq_len=context)
             capture = CudaCapture(ops.stream)
-            runner.graphs = capture_steps(llama, ops, argmax, kv_cache, tables, sized, capture)
+            runner.graphs = capture_steps(llama, ops, step_ops, kv_cache, tables, sized, capture)
     return EngineParts(
         model_config=model_config,
         tokenizer=tokenizer,

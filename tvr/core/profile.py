@@ -3,11 +3,8 @@ small ones compile what the first requests would otherwise wait for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
-from torch import Tensor
 
 from tvr.contract import Bounds
 from tvr.core.batch import DeviceTables, PackedStep
@@ -17,6 +14,7 @@ from tvr.core.ops import OpTable
 from tvr.core.runner import ModelRunner, RowState
 from tvr.core.sampler import SamplerState
 from tvr.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from tvr.core.step_ops import StepOps
 
 #: What grows with the context grows with its keys: a short chunk at its end shows that, in a
 #: fraction of the time of a long one.
@@ -42,7 +40,7 @@ DEAREST = SamplingParams(
 def run_largest_steps(
     model: LlamaForCausalLM,
     ops: OpTable,
-    argmax: Callable[..., Tensor],
+    step_ops: StepOps,
     bounds: Bounds,
     block_size: int,
     device: torch.device,
@@ -70,7 +68,7 @@ def run_largest_steps(
         device=device,
     )
     sampler = SamplerState(bounds.max_num_seqs, model.config.vocab_size, device)
-    runner = ModelRunner(model, ops, argmax, kv_cache, tables, sampler)
+    runner = ModelRunner(model, ops, step_ops, kv_cache, tables, sampler)
     for chunks in steps:
         runner.submit(pack_chunks(chunks, block_size, num_blocks), _resets(len(chunks), DEAREST))()
     runner.close()

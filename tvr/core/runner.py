@@ -29,6 +29,7 @@ from tvr.core.sampler import SamplerState, sample
 from tvr.core.sampling_params import SamplingParams
 from tvr.core.step_extras import NO_EXTRAS, PromptRows, StepExtras
 from tvr.core.step_graphs import StepGraphs
+from tvr.core.step_ops import StepOps
 from tvr.core.step_result import DeviceResult, StepResult
 from tvr.errors import KernelError
 
@@ -75,7 +76,7 @@ class ModelRunner:
         self,
         model: LlamaForCausalLM,
         ops: OpTable,
-        argmax: Callable[..., Tensor],
+        step_ops: StepOps,
         kv_cache: KVCache,
         tables: DeviceTables,
         sampler: SamplerState,
@@ -92,7 +93,7 @@ class ModelRunner:
         num_rows = tables.spare_row
         self._prompt_lens = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
         self._prompt_logit_rows = min(max(PROMPT_LOGIT_ROWS, num_rows), MAX_PROMPT_LOGIT_ROWS)
-        self._argmax = argmax
+        self._step_ops = step_ops
         self._worker: ThreadPoolExecutor | None = None
         if self._device.type == "cpu":
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="tvr-cpu-device")
@@ -221,7 +222,12 @@ class ModelRunner:
         # The token after position p is output number p + 1 - prompt length.
         output_positions = positions + 1 - self._prompt_lens[rows]
         tokens = sample(
-            logits, self._sampler, rows, output_positions, self._argmax, host_rows=host_rows
+            logits,
+            self._sampler,
+            rows,
+            output_positions,
+            self._step_ops.argmax,
+            host_rows=host_rows,
         )
         self._tables.keep_tokens(rows, tokens)
         places = self._sampler.wanted_logprobs(host_rows)
@@ -256,7 +262,7 @@ class ModelRunner:
         if self._worker is not None:
             self._worker.shutdown()
         self.graphs = None
-        del self._model, self._kv_cache, self._tables, self._sampler, self._argmax
+        del self._model, self._kv_cache, self._tables, self._sampler, self._step_ops
 
 
 def _with_prompts(logit_rows: Tensor, prompts: Sequence[PromptRows]) -> Tensor:

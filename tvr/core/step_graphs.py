@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
-
-from torch import Tensor
 
 from tvr.contract import Bounds
 from tvr.core.batch import DeviceTables
@@ -15,6 +12,7 @@ from tvr.core.graph_capture import Capture, no_collection
 from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.ops import OpTable
+from tvr.core.step_ops import StepOps
 
 
 class StepGraphs(NamedTuple):
@@ -30,7 +28,7 @@ class StepGraphs(NamedTuple):
 def capture_steps(
     model: LlamaForCausalLM,
     ops: OpTable,
-    argmax: Callable[..., Tensor],
+    step_ops: StepOps,
     kv_cache: KVCache,
     tables: DeviceTables,
     bounds: Bounds,
@@ -45,7 +43,7 @@ def capture_steps(
     decodes = DecodeGraphs(
         model,
         ops,
-        argmax,
+        step_ops,
         kv_cache,
         tables,
         max_num_seqs=bounds.max_num_seqs,

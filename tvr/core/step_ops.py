@@ -1,0 +1,44 @@
+"""The ops that a step calls before and behind the model's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from tvr.contract import ArgmaxSpec, PrepareStepSpec
+from tvr.core.ops import OpTable
+
+
+class StepOps(NamedTuple):
+    """The `run` of bound ops.
+
+    Attributes:
+        prepare_step: makes the arrays of a step of decodes.
+        argmax: chooses greedy tokens.
+    """
+
+    prepare_step: Callable[..., Any]
+    argmax: Callable[..., Tensor]
+
+    @classmethod
+    def bind(
+        cls,
+        ops: OpTable,
+        *,
+        dtype: str,
+        block_size: int,
+        vocab_size: int,
+        batch_invariant: bool = False,
+    ) -> StepOps:
+        """Bind them for a model's activation dtype, KV blocks and vocabulary.
+
+        Raises:
+            UnsupportedSpec: no backend serves one of them.
+        """
+        prepare = PrepareStepSpec(
+            dtype=dtype, batch_invariant=batch_invariant, block_size=block_size
+        )
+        argmax = ArgmaxSpec(dtype=dtype, batch_invariant=batch_invariant, vocab_size=vocab_size)
+        return cls(ops.bind_at(prepare, "inputs").run, ops.bind_at(argmax, "sampler").run)
