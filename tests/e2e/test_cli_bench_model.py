@@ -133,15 +133,15 @@ def test_latency_has_a_table_and_rows_of_every_size(bench, tmp_path):
 def test_a_fault_while_it_is_timed_costs_the_number(bench, tmp_path, monkeypatch):
     from tvr.bench import engine_latency
 
-    timed, calls = engine_latency.timed, []
+    answered, calls = engine_latency.answered, []
 
-    def fails_at_last(llm, prompts, output_lens):
-        calls.append(llm)
+    def fails_at_last(*args):
+        calls.append(args[0])
         if len(calls) == 9:
             raise RuntimeError("worn\nout")
-        return timed(llm, prompts, output_lens)
+        return answered(*args)
 
-    monkeypatch.setattr(engine_latency, "timed", fails_at_last)
+    monkeypatch.setattr(engine_latency, "answered", fails_at_last)
     options = ("--batch", "1", "--output-len", "2", *ITERS, "--backend", "torch,slow")
     done = bench("latency", *options, "--json", tmp_path / "l.json")
     assert done.returncode == 1
@@ -149,8 +149,8 @@ def test_a_fault_while_it_is_timed_costs_the_number(bench, tmp_path, monkeypatch
     assert (failed["error"], failed["itl_ms"]) == ("RuntimeError: worn out", None)
     assert right["samples"] == 5
     # They take turns: one token, then all.
-    first, second = calls[0], calls[2]
-    assert calls[:8] == [first, first, second, second] * 2
+    first, second = calls[:2]
+    assert calls[:8] == [first, second] * 4
 
 
 def test_a_backend_whose_rope_is_wrong_gets_no_number_and_the_others_do(bench, tmp_path):
@@ -296,3 +296,32 @@ def test_files_that_cannot_be_compared_are_one_line(tmp_path):
     assert "a.json holds no results of tvr bench" in refused_here("bench", "compare", a, b)
     assert "b.json holds no results" in refused_here("bench", "compare", b, a)
     assert "cannot be read" in refused_here("bench", "compare", tmp_path / "c.json", a)
+
+
+def test_sizes_may_go_together_and_tokens_be_drawn(bench, tmp_path):
+    options = ("--sizes", "1x4+3, 2x8+2", "--sampling", "temperature=0.8,top_p=0.95,seed=1")
+    done = bench("latency", *options, *ITERS, "--backend", "torch", "--json", tmp_path / "l.json")
+    assert done.returncode == 0, done.stderr
+    rows = rows_in(tmp_path / "l.json")
+    sizes = [(row["batch"], row["input_len"], row["output_len"]) for row in rows]
+    assert sizes == [(1, 4, 3), (2, 8, 2)]
+    assert {row["sampling"] for row in rows} == {"temperature=0.8, top_p=0.95, seed=1"}
+    assert all(0 < row["ttft_ms"] and 0 < row["itl_ms"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--sizes", "1x4", "is not of the form BATCHxPROMPT+ANSWER"),
+        ("--sizes", "1x4+1", "an answer"),
+        ("--sampling", "temperature", "is not NAME=NUMBER"),
+        ("--sampling", "heat=1", "has an unknown name; known: n, temperature"),
+        ("--sampling", "max_tokens=1", "is the benchmark's own"),
+        ("--sampling", "top_p=7", "top_p"),
+    ],
+)
+def test_bad_sizes_and_sampling_are_refused_in_one_line(bench, option, value, says):
+    done = bench("latency", option, value, *ITERS, "--backend", "torch")
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1

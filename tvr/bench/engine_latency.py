@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,8 +55,8 @@ class Latency:
         model: what is measured.
         backends: their names.
         batches: what is asked of each.
-        num_warmup, num_iters: untimed and timed iterations, each of which generates twice: one
-            token of each request, then all of them.
+        sampling: how tokens are chosen, as parameters of `SamplingParams`; empty: greedily.
+        num_warmup, num_iters: untimed and timed iterations.
 
     Raises:
         ConfigError: a batch does not fit into the context.
@@ -68,6 +68,7 @@ class Latency:
         backends: Sequence[str],
         batches: Sequence[Batch],
         *,
+        sampling: Mapping[str, Any],
         num_warmup: int,
         num_iters: int,
     ) -> None:
@@ -76,6 +77,7 @@ class Latency:
         self._model = model
         self._backends = backends
         self._batches = batches
+        self._sampling = sampling
         self._num_warmup, self._num_iters = num_warmup, num_iters
 
     def rows(self) -> Iterator[list[Row]]:
@@ -124,7 +126,12 @@ class Latency:
     ) -> list[Row]:
         """Return the row of each backend at a batch."""
         fields = {
-            name: {"backend": name, **self._model.fields, **batch._asdict()}
+            name: {
+                "backend": name,
+                **self._model.fields,
+                **batch._asdict(),
+                "sampling": sampling_name(self._sampling),
+            }
             for name in self._backends
         }
         failed = dict(errors)
@@ -138,8 +145,7 @@ class Latency:
         for i in range(self._num_warmup + self._num_iters):
             for name, entry in list(entries.items()):
                 try:
-                    first = timed(entry.llm, prompts, [1] * batch.batch)
-                    whole = timed(entry.llm, prompts, [batch.output_len] * batch.batch)
+                    first, whole = answered(entry.llm, prompts, batch.output_len, self._sampling)
                 except (Exception, SystemExit) as error:
                     failed[name] = says(error)
                     del entries[name]
@@ -155,6 +161,31 @@ class Latency:
             )
             for name in self._backends
         ]
+
+
+def sampling_name(sampling: Mapping[str, Any]) -> str:
+    """Return what rows call the way in which tokens are chosen."""
+    return ", ".join(f"{name}={value}" for name, value in sampling.items()) or "greedy"
+
+
+def answered(
+    llm: LLM, prompts: Sequence[list[int]], output_len: int, sampling: Mapping[str, Any]
+) -> tuple[float, float]:
+    """Return the seconds until every request has its first token, and until all have ended.
+
+    Raises:
+        CheckFailed: an answer ended otherwise than by its length.
+    """
+    chosen = {"temperature": 0.0, **sampling}
+    params = SamplingParams(max_tokens=output_len, ignore_eos=True, **chosen)
+    synchronise(llm)
+    began = time.monotonic()
+    outputs = llm.generate(prompts, params)
+    check_lengths(outputs)
+    metrics = [output.metrics for output in outputs]
+    first = max(m.first_token_time for m in metrics if m.first_token_time is not None)
+    ended = max(m.finished_time for m in metrics if m.finished_time is not None)
+    return first - began, ended - began
 
 
 def timed(llm: LLM, prompts: Sequence[list[int]], output_lens: Sequence[int]) -> float:

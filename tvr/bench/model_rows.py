@@ -23,7 +23,8 @@ def latency_row(
 
     Args:
         fields: backend, model and sizes.
-        first, whole: seconds for one token of each request, and for all; of each iteration.
+        first, whole: seconds until each request has a token, and until all have ended; of each
+            iteration.
         facts: of the gate, and who else was at work.
     """
     batch, more = fields["batch"], fields["output_len"] - 1

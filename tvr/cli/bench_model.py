@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import re
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -36,6 +39,19 @@ def latency(
     batch: Annotated[str, typer.Option(metavar="N,N,...", help="Requests at once.")] = "8",
     input_len: Annotated[str, typer.Option(metavar="N,N,...", help="Tokens of a prompt.")] = "32",
     output_len: Annotated[int, typer.Option(metavar="N", help="Tokens of an answer.")] = 128,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BxIN+OUT,...", help="Batches of sizes of their own, instead of those three."
+        ),
+    ] = None,
+    sampling: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME=VALUE,...",
+            help="How tokens are chosen, as in temperature=0.8,top_p=0.95.",
+        ),
+    ] = "",
     num_iters_warmup: Annotated[int, typer.Option(metavar="N", help="Untimed iterations.")] = 10,
     num_iters: Annotated[int, typer.Option(metavar="N", help="Timed iterations, at least 5.")] = 30,
     json_file: JsonFile = None,
@@ -57,7 +73,11 @@ def latency(
     whole("--output-len", output_len, 2)  # one for TTFT, one more for ITL
     whole("--num-iters-warmup", num_iters_warmup, 0)
     whole("--num-iters", num_iters, _LEAST_ITERS)
-    sizes = numbers("--batch", batch), numbers("--input-len", input_len)
+    chosen = _sampling(sampling)
+    lens = numbers("--input-len", input_len)
+    asked = [(b, n, output_len) for n in lens for b in numbers("--batch", batch)]
+    if sizes is not None:
+        asked = _sizes(sizes)
     check_can_write({"--json": json_file, "--plot": plot})
     if plot is not None:
         check_picture(plot)
@@ -67,10 +87,15 @@ def latency(
         from tvr.bench.model_table import format_latency
 
         backends = opened.backends(options.listed(backend))
-        batches = [Batch(b, n, output_len) for n in sizes[1] for b in sizes[0]]
+        batches = [Batch(*one) for one in asked]
         names = list(backends)
         measuring = Latency(
-            opened, names, batches, num_warmup=num_iters_warmup, num_iters=num_iters
+            opened,
+            names,
+            batches,
+            sampling=chosen,
+            num_warmup=num_iters_warmup,
+            num_iters=num_iters,
         )
         protocol = {"warmup_iterations": num_iters_warmup, "iterations": num_iters}
         header = opened.header(command_line(), backends, protocol)
@@ -187,3 +212,42 @@ def open_model(
         max_model_len=max_model_len,
         plugins=find_config(plugins, os.environ),
     )
+
+
+def _sizes(text: str) -> list[tuple[int, int, int]]:
+    """Return the batch, prompt and answer of each size in "1x128+512,8x128+256"."""
+    found = [re.fullmatch(r"\s*(\d+)\s*x\s*(\d+)\s*\+\s*(\d+)\s*", one) for one in text.split(",")]
+    if not all(found):
+        raise ConfigError(
+            f"--sizes {text!r} is not of the form BATCHxPROMPT+ANSWER,..., as in 1x128+512,8x32+256"
+        )
+    sizes = [tuple(map(int, match.groups())) for match in found if match is not None]
+    for batch, prompt, answer in sizes:
+        whole("--sizes, a batch", batch, 1)
+        whole("--sizes, a prompt", prompt, 1)
+        whole("--sizes, an answer", answer, 2)
+    return sizes  # type: ignore[return-value]
+
+
+def _sampling(text: str) -> dict[str, Any]:
+    """Return the parameters in "temperature=0.8,top_p=0.95"."""
+    from tvr.core.sampling_params import SamplingParams
+
+    chosen: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        try:
+            chosen[name.strip()] = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(
+                f"--sampling {part!r} is not NAME=NUMBER, as in temperature=0.8"
+            ) from error
+    for name in ("n", "max_tokens", "ignore_eos"):
+        if name in chosen:
+            raise ConfigError(f"--sampling {name} is the benchmark's own; leave it out")
+    try:
+        SamplingParams(**chosen)
+    except TypeError as error:
+        names = ", ".join(f.name for f in dataclasses.fields(SamplingParams))
+        raise ConfigError(f"--sampling {text!r} has an unknown name; known: {names}") from error
+    return chosen
