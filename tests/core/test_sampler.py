@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
+from support.sampling import reset
 from tvr.core.sampler import SamplerState, child_seed, sample
+from tvr.core.sampler_state import RowState
 from tvr.core.sampling_params import SamplingParams
 
 VOCAB = 128
@@ -28,7 +30,7 @@ def run(logits, requests, *, position=0, prompt=(1, 2, 3), outputs=()):
     """Sample one step of `requests`, seeded 100, 101, ... in fresh rows; return the tokens."""
     state = SamplerState(len(requests), logits.shape[1], "cpu")
     for row, params in enumerate(requests):
-        state.reset(row, params, 100 + row, list(prompt), list(outputs))
+        reset(state, row, params, 100 + row, list(prompt), list(outputs))
     rows = torch.arange(len(requests))
     return sample(logits, state, rows, torch.full_like(rows, position), argmax_op).tolist()
 
@@ -36,7 +38,7 @@ def run(logits, requests, *, position=0, prompt=(1, 2, 3), outputs=()):
 def draws(params, logits, count):
     """Return `count` tokens drawn from `logits` [vocab] at rising positions of one request."""
     state = SamplerState(1, len(logits), "cpu")
-    state.reset(0, params, 7, [1])
+    reset(state, 0, params, 7, [1])
     return torch.cat(
         [
             sample(logits[None], state, torch.tensor([0]), torch.tensor([i]), argmax_op)
@@ -75,7 +77,7 @@ def test_greedy_is_the_argmax_with_the_lowest_id_on_ties_in_a_mixed_batch():
     assert tokens[0] == 60
     assert tokens[2] == 3
     state = SamplerState(1, VOCAB, "cpu")
-    state.reset(0, SamplingParams(temperature=0.8), 101, [])
+    reset(state, 0, SamplingParams(temperature=0.8), 101, [])
     zero = torch.tensor([0])
     assert sample(logits[1:2], state, zero, zero, argmax_op).tolist() == tokens[1:2]
 
@@ -169,13 +171,13 @@ def test_repetition_looks_at_prompt_and_output_and_presence_at_the_output_only()
     logits = torch.zeros(2, VOCAB)
     logits[:, 5], logits[:, 6] = 2.0, -2.0
     state = SamplerState(2, VOCAB, "cpu")
-    state.reset(0, SamplingParams(repetition_penalty=1.2), 0, [5, 6])
-    state.reset(1, SamplingParams(presence_penalty=1.0, frequency_penalty=0.5), 0, [5, 6], [6, 6])
+    reset(state, 0, SamplingParams(repetition_penalty=1.2), 0, [5, 6])
+    reset(state, 1, SamplingParams(presence_penalty=1.0, frequency_penalty=0.5), 0, [5, 6], [6, 6])
     changed = state.penalise(logits, torch.tensor([0, 1]))
     assert changed[0, 5].item() == pytest.approx(1.666667, abs=1e-6)
     assert changed[0, 6].item() == pytest.approx(-2.4, abs=1e-6)
     assert changed[1, 5] == 2.0  # only in the prompt
-    state.reset(0, SamplingParams(repetition_penalty=1.25), 0, [1], [6])
+    reset(state, 0, SamplingParams(repetition_penalty=1.25), 0, [1], [6])
     assert state.penalise(logits[:1], torch.tensor([0]))[0, 5:7].tolist() == [2.0, -2.5]
     assert changed[1, 6] == -2.0 - 1.0 - 2 * 0.5
     assert changed[:, 7:].eq(0).all()
@@ -186,7 +188,7 @@ def test_a_token_is_penalised_at_the_very_next_step():
     logits = torch.zeros(1, VOCAB)
     logits[0, [9, 4]] = torch.tensor([3.0, 2.0])
     state = SamplerState(1, VOCAB, "cpu")
-    state.reset(0, SamplingParams(temperature=0, presence_penalty=2.0), 0, [9, 4])
+    reset(state, 0, SamplingParams(temperature=0, presence_penalty=2.0), 0, [9, 4])
     row = torch.tensor([0])
     tokens = [sample(logits, state, row, torch.tensor([i]), argmax_op).item() for i in range(4)]
     assert tokens == [9, 4, 9, 9]  # 3 beats 2, then 2 beats 1, then 1 beats 0 for good
@@ -200,7 +202,7 @@ def test_penalty_does_not_depend_on_the_order_of_requests():
     for order in ([heavy, GREEDY], [GREEDY, heavy]):
         state = SamplerState(2, VOCAB, "cpu")
         for row, params in enumerate(order):
-            state.reset(row, params, 0, [1])
+            reset(state, row, params, 0, [1])
         rows = torch.arange(2)
         steps = [sample(logits, state, rows, rows * 0 + i, argmax_op) for i in range(6)]
         for params, tokens in zip(order, torch.stack(steps, dim=1).tolist(), strict=True):
@@ -212,10 +214,10 @@ def test_penalty_does_not_depend_on_the_order_of_requests():
 
 def test_invalid_token_is_not_counted():
     state = SamplerState(1, VOCAB, "cpu")
-    state.reset(0, SamplingParams(presence_penalty=1.0), 0, [1])
+    reset(state, 0, SamplingParams(presence_penalty=1.0), 0, [1])
     row = torch.tensor([0])
     sample(torch.full((1, VOCAB), torch.nan), state, row, row, argmax_op)
-    assert state.output_counts.sum() == 0
+    assert (state.tables.counts >> 1).sum() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -226,7 +228,7 @@ def test_mixed_batch_equals_each_row_alone_in_any_order(dtype):
     def texts(order):
         state = SamplerState(len(MIXED), 2048, "cpu")
         for row in order:
-            state.reset(row, MIXED[row], 100 + row, [1, 2, 3], [5])
+            reset(state, row, MIXED[row], 100 + row, [1, 2, 3], [5])
         rows = torch.tensor(order)
         steps = [sample(logits[rows], state, rows, rows * 0 + i, argmax_op) for i in range(4)]
         return dict(zip(order, torch.stack(steps, dim=1).tolist(), strict=True))
@@ -248,11 +250,11 @@ def test_request_resumed_in_another_row_goes_on_as_if_never_preempted(params):
         return sample(logits[position : position + 1], state, rows, positions, argmax_op).item()
 
     state = SamplerState(2, 2048, "cpu")
-    state.reset(0, params, 42, [1, 2])
+    reset(state, 0, params, 42, [1, 2])
     unbroken = [step(state, 0, i) for i in range(8)]
 
-    state.reset(1, SamplingParams(repetition_penalty=3.0), 1, [9] * 20, [9, 10])
-    state.reset(1, params, 42, [1, 2], unbroken[:4])
+    reset(state, 1, SamplingParams(repetition_penalty=3.0), 1, [9] * 20, [9, 10])
+    reset(state, 1, params, 42, [1, 2], unbroken[:4])
     assert [step(state, 1, i) for i in range(4, 8)] == unbroken[4:]
 
 
@@ -263,7 +265,7 @@ def test_stop_tokens_wait_for_min_tokens():
     def token(position, **fields):
         params = SamplingParams(temperature=0, stop_token_ids=[77], **fields)
         state = SamplerState(1, VOCAB, "cpu", eos_token_ids={2, VOCAB})
-        state.reset(0, params, 0, [1])
+        reset(state, 0, params, 0, [1])
         row = torch.tensor([0])
         return sample(logits, state, row, torch.tensor([position]), argmax_op).item()
 
@@ -307,7 +309,7 @@ def test_draws_follow_the_softmax(params, kept):
     logits = random_logits(1, 12, seed=1, scale=1.0)[0]
     state = SamplerState(4000, 12, "cpu")
     for row in range(4000):  # one request at 4000 positions, side by side
-        state.reset(row, params, 2024, [1])
+        reset(state, row, params, 2024, [1])
     rows = torch.arange(4000)
     tokens = sample(logits.expand(4000, 12), state, rows, rows, argmax_op)
 
@@ -329,7 +331,7 @@ def test_seeds_and_positions_give_other_draws_and_the_same_ones_the_same():
     assert torch.equal(first, draws(params, logits, 20))
     assert len(first.unique()) > 15
     state = SamplerState(1, 1000, "cpu")
-    state.reset(0, params, 8, [1])
+    reset(state, 0, params, 8, [1])
     zero = torch.tensor([0])
     assert sample(logits[None], state, zero, zero, argmax_op).item() != first[0]
 
@@ -344,20 +346,50 @@ def test_child_seeds_differ_and_the_first_is_the_requests_own():
     assert child_seed(0, 1) % 2**64 == 0xE220A8397B1DCDAF
 
 
-def test_penalty_tables_are_made_only_when_a_row_has_a_penalty():
+def test_counts_are_those_of_the_output_and_the_prompt_is_one_bit():
     state = SamplerState(4, VOCAB, "cpu")
-    state.reset(0, SamplingParams(top_p=0.5), 0, [1])
-    assert state.output_counts.numel() == 0
-    state.reset(1, SamplingParams(presence_penalty=0.1), 0, [1], [4, 4])
-    assert state.output_counts.shape == (4, VOCAB)
-    assert state.output_counts[1, 4] == 2
-    assert state.in_prompt.sum() == 1
+    reset(state, 1, SamplingParams(presence_penalty=0.1), 0, [1, 1, 4], [4, 4])
+    counts = state.tables.counts[1]
+    assert counts.nonzero().flatten().tolist() == [1, 4]
+    assert (counts[1], counts[4]) == (1, 2 * 2 + 1)
+
+
+def test_counts_stop_where_they_no_longer_fit():
+    params = SamplingParams(presence_penalty=1.0, temperature=0)
+    state = SamplerState(1, VOCAB, "cpu")
+    reset(state, 0, params, 0, [3], [3] * 40_000)
+    assert state.tables.counts[0, 3] == 2**15 - 1
+    logits, row = torch.zeros(1, VOCAB), torch.tensor([0])
+    logits[0, 3] = 9.0
+    assert sample(logits, state, row, row, argmax_op).tolist() == [3]
+    assert state.tables.counts[0, 3] == 2**15 - 1
+
+
+def test_rows_may_be_given_to_many_requests_at_once():
+    params = [
+        SamplingParams(temperature=0.5, top_k=3),
+        SamplingParams(temperature=0, logit_bias={3: 1.0}),
+    ]
+    state = SamplerState(3, VOCAB, "cpu")
+    state.reset(
+        [
+            RowState(row=2 - i, params=p, seed=-(2**63) + i, prompt_token_ids=[1] * (i + 5))
+            for i, p in enumerate(params)
+        ]
+    )
+    assert state.tables.temperature.tolist() == [0.0, 0.0, 0.5, 0.0]
+    assert state.tables.seeds.tolist() == [0, -(2**63) + 1, -(2**63), 0]
+    assert state.prompt_lens.tolist() == [0, 6, 5, 0]
+    assert not state.is_greedy([2])
+    assert state.is_usual([2])
+    assert not state.is_usual([1])
 
 
 def test_row_given_to_another_request_forgets_the_last_ones_tokens():
     params = SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0)
     state = SamplerState(1, VOCAB, "cpu")
-    state.reset(0, params, 0, [5], [6, 6])
-    state.reset(0, params, 0, [1], [2])
-    assert state.in_prompt[0].nonzero().flatten().tolist() == [1]
-    assert state.output_counts[0].nonzero().flatten().tolist() == [2]
+    reset(state, 0, params, 0, [5], [6, 6])
+    reset(state, 0, params, 0, [1], [2])
+    counts = state.tables.counts[0]
+    assert (counts & 1).nonzero().flatten().tolist() == [1]
+    assert (counts >> 1).nonzero().flatten().tolist() == [2]

@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
+from support.sampling import reset
 from tvr.core.logprobs import LogprobTensors
 from tvr.core.sampler import SamplerState, sample
 from tvr.core.sampling_params import SamplingParams
@@ -62,7 +63,7 @@ def run(device):
     tokens, logprobs = [], []
     with waits_are_errors() if device == "cuda" else nullcontext():
         for row, (params, bad_words) in enumerate(zip(REQUESTS, BAD_WORDS, strict=True)):
-            state.reset(row, params, 100 + row, [1, 2, 3], [], bad_words)
+            reset(state, row, params, 100 + row, [1, 2, 3], [], bad_words)
         for position, logits in enumerate(all_logits):
             positions = torch.full_like(rows, position)
             allowed = words if position == STEPS - 1 else None

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from support.sampling import reset
 from tvr.core.sampler import SamplerState, sample
 from tvr.core.sampling_params import SamplingParams
 
@@ -32,7 +33,7 @@ def state_of(requests, *, outputs=(), bad_words=()):
     state = SamplerState(len(requests), VOCAB, "cpu", eos_token_ids=[EOS])
     for row, params in enumerate(requests):
         words = bad_words[row] if bad_words else ()
-        state.reset(row, params, 100 + row, PROMPT, list(outputs), words)
+        reset(state, row, params, 100 + row, PROMPT, list(outputs), words)
     return state
 
 
@@ -143,7 +144,7 @@ def test_a_batch_equals_each_row_alone_and_leaves_the_logits_as_they_were():
         assert torch.equal(logits, before)
         for i in range(6):
             state = SamplerState(8, VOCAB, "cpu", eos_token_ids=[EOS])
-            state.reset(6, requests[i], 100 + i, PROMPT, [2], words[i])
+            reset(state, 6, requests[i], 100 + i, PROMPT, [2], words[i])
             token = sample(
                 logits[i : i + 1], state, torch.tensor([6]), torch.tensor([1]), argmax_op
             )
@@ -210,8 +211,8 @@ def test_a_bad_word_is_seen_across_steps_without_the_host():
 def test_a_longer_bad_word_in_another_row_changes_no_other():
     """The table of last tokens grows; what it held must stay where it was."""
     state = SamplerState(2, VOCAB, "cpu")
-    state.reset(0, GREEDY, 1, PROMPT, [6], [(6, 7)])
-    state.reset(1, GREEDY, 1, PROMPT, [1, 2, 3, 4], [(1, 2, 3, 4, 7)])
+    reset(state, 0, GREEDY, 1, PROMPT, [6], [(6, 7)])
+    reset(state, 1, GREEDY, 1, PROMPT, [1, 2, 3, 4], [(1, 2, 3, 4, 7)])
     logits = torch.zeros(2, VOCAB)
     logits[:, 7] = 1.0
     rows = torch.arange(2)
@@ -245,17 +246,17 @@ def test_a_request_resumed_in_another_row_goes_on_as_if_never_preempted(params, 
         return tokens
 
     state = SamplerState(2, VOCAB, "cpu")
-    state.reset(0, params, 11, PROMPT, [], words)
+    reset(state, 0, params, 11, PROMPT, [], words)
     whole = go(state, 0, [])
     for cut in (1, 7, 15):
-        state.reset(1, params, 11, PROMPT, whole[:cut], words)
+        reset(state, 1, params, 11, PROMPT, whole[:cut], words)
         assert go(state, 1, whole[:cut]) == whole
 
 
 def test_a_row_given_to_another_request_forgets_the_last_ones_rules():
     logits = logits_of(1)
     state = state_of([SamplingParams(allowed_token_ids=[9], logit_bias={9: 5})], outputs=[4, 4])
-    state.reset(0, SamplingParams(temperature=0), 100, PROMPT, [], [(4, 4, int(logits.argmax()))])
+    reset(state, 0, SamplingParams(temperature=0), 100, PROMPT, [], [(4, 4, int(logits.argmax()))])
     zero = torch.tensor([0])
     assert sample(logits, state, zero, zero, argmax_op).item() == logits.argmax()
 

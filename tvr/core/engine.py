@@ -17,8 +17,9 @@ from tvr.core.loader import EngineParts
 from tvr.core.outputs import RequestOutput
 from tvr.core.prompt import Prompt, prompt_token_ids
 from tvr.core.request import Completion, Request
-from tvr.core.runner import Pending, RowState
+from tvr.core.runner import Pending
 from tvr.core.sampler import child_seed
+from tvr.core.sampler_state import RowState
 from tvr.core.sampling_params import SamplingParams
 from tvr.core.schedule_output import ScheduleOutput, SequenceUpdate
 from tvr.core.scheduler import Scheduler

@@ -11,8 +11,9 @@ from tvr.core.batch import DeviceTables, PackedStep
 from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.ops import OpTable
-from tvr.core.runner import ModelRunner, RowState
+from tvr.core.runner import ModelRunner
 from tvr.core.sampler import SamplerState
+from tvr.core.sampler_state import RowState
 from tvr.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from tvr.core.step_ops import StepOps
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,25 +26,12 @@ from tvr.core.llama import LlamaForCausalLM
 from tvr.core.logprobs import LogprobTensors
 from tvr.core.ops import OpTable
 from tvr.core.sampler import SamplerState, sample
-from tvr.core.sampling_params import SamplingParams
+from tvr.core.sampler_state import RowState
 from tvr.core.step_extras import NO_EXTRAS, PromptRows, StepExtras
 from tvr.core.step_graphs import StepGraphs
 from tvr.core.step_ops import StepOps
 from tvr.core.step_result import DeviceResult, StepResult
 from tvr.errors import KernelError
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowState:
-    """What a device row needs when a request takes it, first or again after preemption."""
-
-    row: int
-    params: SamplingParams
-    seed: int
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
-    bad_words: Sequence[tuple[int, ...]] = ()
-
 
 #: Waits for a step and returns its results.
 Pending = Callable[[], StepResult]
@@ -91,7 +78,6 @@ class ModelRunner:
         self.graphs: StepGraphs | None = None
         self.counts: Counter[str] = Counter()
         num_rows = tables.spare_row
-        self._prompt_lens = torch.zeros(num_rows, dtype=torch.int64, device=self._device)
         self._prompt_logit_rows = min(max(PROMPT_LOGIT_ROWS, num_rows), MAX_PROMPT_LOGIT_ROWS)
         self._step_ops = step_ops
         self._worker: ThreadPoolExecutor | None = None
@@ -144,17 +130,7 @@ class ModelRunner:
         self, packed: PackedStep, resets: Sequence[RowState], extras: StepExtras
     ) -> DeviceResult:
         """Compute one step."""
-        for state in resets:
-            # fill_: assigning a number to an element may wait for the device
-            self._prompt_lens[state.row].fill_(len(state.prompt_token_ids))
-            self._sampler.reset(
-                state.row,
-                state.params,
-                state.seed,
-                state.prompt_token_ids,
-                state.output_token_ids,
-                state.bad_words,
-            )
+        self._sampler.reset(resets)
         batch, rows = self._tables.prepare_step(packed)
         assert batch.logit_rows is not None
         last = batch.logit_rows
@@ -220,7 +196,7 @@ class ModelRunner:
             failures = {row.sequence_id: row.apply(logits) for row in extras.processed}
             errors = {i: error for i, error in failures.items() if error is not None}
         # The token after position p is output number p + 1 - prompt length.
-        output_positions = positions + 1 - self._prompt_lens[rows]
+        output_positions = positions + 1 - self._sampler.prompt_lens[rows]
         tokens = sample(
             logits,
             self._sampler,

@@ -72,7 +72,7 @@ def sample(
         [R] int64. -1 for a row whose largest logit is not finite: a NaN, an infinity, or every
         token ruled out.
 
-    Mutates: the output counts and last tokens of `state`.
+    Mutates: the counts and last tokens of `state`.
     """
     needs = state.needs(rows.tolist() if host_rows is None else host_rows)
     total, device = len(needs), logits.device
@@ -142,6 +142,12 @@ def _draw(
 ) -> Draw:
     """Return the draw for `logits` [r, vocab] fp32 whose largest are `best` [r]."""
     # Measured from the best, so that no temperature, however small, overflows.
-    gaps = (best[:, None] - logits) / state.temperature[rows, None]
-    gaps = gaps.masked_fill_(gaps > state.max_gap[rows, None], torch.inf)
-    return Draw(gaps, state.top_k[rows], state.top_p[rows], state.seeds[rows], positions)
+    gaps = (best[:, None] - logits) / state.tables.temperature[rows, None]
+    gaps = gaps.masked_fill_(gaps > state.tables.max_gap[rows, None], torch.inf)
+    return Draw(
+        gaps,
+        state.tables.top_k[rows],
+        state.tables.top_p[rows],
+        state.tables.seeds[rows],
+        positions,
+    )

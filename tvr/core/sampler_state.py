@@ -7,12 +7,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tvr.contract.sampling_tables import SamplingTables
 from tvr.core.device_copy import to_device, to_index
 from tvr.core.logit_rules import LogitRules, RowRules, forbid
 from tvr.core.sampling_params import SamplingParams
+
+#: Where the count of a token in a row's output stops.
+MOST_COUNTED = (1 << 14) - 1
 
 #: The most tokens a row is cut down to by partial selection; beyond, its scores are sorted.
 NARROW_WIDTH = 1024
@@ -52,19 +57,33 @@ class RowNeeds:
         return self.penalised or self.rules is not None
 
 
-class SamplerState:
-    """Sampling parameters and penalty counts by row.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowState:
+    """What a device row needs when a request takes it, first or again after preemption.
 
     Attributes:
-        temperature: [rows] fp32; 1 in greedy rows.
-        max_gap: [rows] fp32, -log(min_p): how far a token may be below the best.
-        top_k: [rows] int64; the vocabulary's size where it is off.
-        top_p: [rows] fp64; 1 where it is off.
-        seeds: [rows] int64.
-        repetition, presence, frequency: [rows] fp32 penalties.
-        output_counts: [rows, vocab] int32, how often a row's output has each token.
-        in_prompt: [rows, vocab] bool, whether its prompt has it. Both tables are empty until
-            the first row with a penalty.
+        row: row of the tables.
+        params: what the request asks for; its `n` and `seed` are not read.
+        seed: int64, the seed of this completion.
+        prompt_token_ids: the prompt, for its length and for the repetition penalty.
+        output_token_ids: tokens generated so far.
+        bad_words: token ids of the words that must not be generated.
+    """
+
+    row: int
+    params: SamplingParams
+    seed: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int] = ()
+    bad_words: Sequence[tuple[int, ...]] = ()
+
+
+class SamplerState:
+    """Sampling parameters and penalty counts by row; one row more is spare, for padding.
+
+    Attributes:
+        tables: what the `sample` op takes of them.
+        prompt_lens: [rows + 1] int64, of the requests that have the rows.
         rules: what rows may not have.
     """
 
@@ -79,7 +98,7 @@ class SamplerState:
         """Make the tables, every row greedy.
 
         Args:
-            max_rows: rows of every table.
+            max_rows: rows that requests may have.
             vocab_size: tokens in the vocabulary.
             device: where the logits will be.
             eos_token_ids: the model's EOS ids; `min_tokens` keeps them from being generated.
@@ -88,58 +107,66 @@ class SamplerState:
         self.device = torch.device(device)
         self._rows = [RowNeeds()] * max_rows
         self._special: set[int] = set()  # rows that need more than the argmax
+        self._unusual: set[int] = set()  # rows that need more than the sample op
         self.rules = LogitRules(max_rows, vocab_size, self.device, eos_token_ids)
-        self.temperature = torch.ones(max_rows, device=self.device)
-        self.max_gap = torch.full((max_rows,), torch.inf, device=self.device)
-        self.top_k = torch.full((max_rows,), vocab_size, device=self.device)
-        self.top_p = torch.ones(max_rows, dtype=torch.float64, device=self.device)
-        self.seeds = torch.zeros(max_rows, dtype=torch.int64, device=self.device)
-        self.repetition = torch.ones(max_rows, device=self.device)
-        self.presence = torch.zeros(max_rows, device=self.device)
-        self.frequency = torch.zeros(max_rows, device=self.device)
-        self.output_counts = torch.empty((0, vocab_size), dtype=torch.int32, device=self.device)
-        self.in_prompt = torch.empty((0, vocab_size), dtype=torch.bool, device=self.device)
 
-    def reset(
-        self,
-        row: int,
-        params: SamplingParams,
-        seed: int,
-        prompt_token_ids: Sequence[int],
-        output_token_ids: Sequence[int] = (),
-        bad_words: Sequence[tuple[int, ...]] = (),
-    ) -> None:
-        """Give `row` to a request, new or resumed with output already made.
+        def table(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.full((max_rows + 1,), value, dtype=dtype, device=self.device)
 
-        Args:
-            row: row of the tables.
-            params: what the request asks for; its `n` and `seed` are not read.
-            seed: int64, the seed of this completion.
-            prompt_token_ids: the prompt, for the repetition penalty.
-            output_token_ids: tokens generated so far.
-            bad_words: token ids of the words that must not be generated.
-        """
-        top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-        rules = self.rules.reset(row, params, bad_words, output_token_ids)
+        self.prompt_lens = table(0, torch.int64)
+        self.tables = SamplingTables(
+            temperature=table(0.0),
+            max_gap=table(math.inf),
+            top_k=table(vocab_size, torch.int64),
+            top_p=table(1.0, torch.float64),
+            seeds=table(0, torch.int64),
+            repetition=table(1.0),
+            presence=table(0.0),
+            frequency=table(0.0),
+            counts=torch.zeros(max_rows + 1, vocab_size, dtype=torch.int16, device=self.device),
+        )
+
+    def reset(self, states: Sequence[RowState]) -> None:
+        """Give rows to requests, new ones or resumed with output already made."""
+        if not states:
+            return
+        whole, real = [], []  # numbers of each row by dtype: one copy each to the device
+        for state in states:
+            params = state.params
+            top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+            self._note_needs(state, top_k)
+            whole.append((state.row, len(state.prompt_token_ids), top_k, state.seed))
+            real.append(
+                (
+                    0.0 if params.is_greedy else params.temperature,
+                    -math.log(params.min_p) if params.min_p > 0 else math.inf,
+                    params.top_p,
+                    params.repetition_penalty,
+                    params.presence_penalty,
+                    params.frequency_penalty,
+                )
+            )
+        rows, *integers = to_device(whole, self.device).unbind(dim=1)
+        numbers = to_device(torch.tensor(real, dtype=torch.float64), self.device).unbind(dim=1)
+        t = self.tables
+        of_integers = (self.prompt_lens, t.top_k, t.seeds)
+        of_numbers = (t.temperature, t.max_gap, t.top_p, t.repetition, t.presence, t.frequency)
+        for tables, columns in ((of_integers, integers), (of_numbers, numbers)):
+            for table, values in zip(tables, columns, strict=True):
+                table.index_copy_(0, rows, values.to(table.dtype))
+        for state in states:
+            if state.params.has_penalties:
+                self._rebuild_counts(state)
+
+    def _note_needs(self, state: RowState, top_k: int) -> None:
+        row, params = state.row, state.params
+        rules = self.rules.reset(row, params, state.bad_words, state.output_token_ids)
         self._rows[row] = needs = self._needs_of(params, top_k, rules)
-        if needs.kind is Kind.GREEDY and not needs.adjusted and needs.logprobs is None:
-            self._special.discard(row)
-        else:
-            self._special.add(row)
-        values = [
-            (self.temperature, 1.0 if params.is_greedy else params.temperature),
-            (self.max_gap, -math.log(params.min_p) if params.min_p > 0 else math.inf),
-            (self.top_k, top_k),
-            (self.top_p, params.top_p),
-            (self.seeds, seed),
-            (self.repetition, params.repetition_penalty),
-            (self.presence, params.presence_penalty),
-            (self.frequency, params.frequency_penalty),
-        ]
-        for table, value in values:
-            table[row].fill_(value)  # `table[row] = value` would wait for the device
-        if params.has_penalties:
-            self._rebuild_counts(row, prompt_token_ids, output_token_ids)
+        for rows, is_in in (
+            (self._unusual, rules is not None),
+            (self._special, needs.kind is not Kind.GREEDY or needs.adjusted),
+        ):
+            (rows.add if is_in else rows.discard)(row)
 
     def _needs_of(self, params: SamplingParams, top_k: int, rules: RowRules | None) -> RowNeeds:
         kind, width = Kind.PLAIN, 0
@@ -157,18 +184,15 @@ class SamplerState:
             logprobs=params.logprobs,
         )
 
-    def _rebuild_counts(self, row: int, prompt: Sequence[int], output: Sequence[int]) -> None:
-        if not len(self.output_counts):
-            shape = (len(self._rows), self.vocab_size)
-            self.output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-            self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        prompt_ids = to_device(prompt, self.device)
-        output_ids = to_device(output, self.device)
-        self.in_prompt[row].fill_(False)
-        self.in_prompt[row].index_fill_(0, prompt_ids, True)
-        self.output_counts[row].fill_(0)
-        ones = torch.ones_like(output_ids, dtype=torch.int32)
-        self.output_counts[row].index_add_(0, output_ids, ones)
+    def _rebuild_counts(self, state: RowState) -> None:
+        prompt, output = (
+            np.asarray(ids, dtype=np.int64)
+            for ids in (state.prompt_token_ids, state.output_token_ids)
+        )
+        counted = np.bincount(output, minlength=self.vocab_size)
+        counts = (2 * counted.clip(max=MOST_COUNTED)).astype(np.int16)
+        counts[prompt] += 1  # once, however often it is there
+        self.tables.counts[state.row].copy_(to_device(torch.from_numpy(counts), self.device))
 
     def needs(self, rows: Sequence[int]) -> list[RowNeeds]:
         """Return what each of `rows` takes, from the host's mirror."""
@@ -176,7 +200,11 @@ class SamplerState:
 
     def is_greedy(self, rows: Sequence[int]) -> bool:
         """Return whether all of `rows` take the largest of the model's logits, and nothing else."""
-        return self._special.isdisjoint(rows)
+        return self._special.isdisjoint(rows) and self._unusual.isdisjoint(rows)
+
+    def is_usual(self, rows: Sequence[int]) -> bool:
+        """Return whether the tables say all about `rows`: no rule has a say."""
+        return self._unusual.isdisjoint(rows)
 
     def wanted_logprobs(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Return (place in `rows`, number of likeliest tokens) where logprobs are wanted."""
@@ -213,13 +241,13 @@ class SamplerState:
 
         Repetition looks at prompt and output; presence and frequency at the output only.
         """
-        counts = self.output_counts[rows]  # [r, vocab]
-        seen = self.in_prompt[rows] | (counts > 0)
-        repetition = self.repetition[rows, None]
+        t = self.tables
+        counts = t.counts[rows]  # [r, vocab]
+        repetition = t.repetition[rows, None]
         repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(seen, repeated, logits)
-        logits = logits - self.frequency[rows, None] * counts
-        return logits - self.presence[rows, None] * (counts > 0)
+        logits = torch.where(counts > 0, repeated, logits)
+        logits = logits - t.frequency[rows, None] * (counts >> 1)
+        return logits - t.presence[rows, None] * (counts > 1)
 
     def record(self, needs: Sequence[RowNeeds], rows: Tensor, tokens: Tensor) -> None:
         """Count `tokens` [r] int64 as output of `rows` [r] where later choices depend on it.
@@ -230,10 +258,11 @@ class SamplerState:
         penalised = [i for i, n in enumerate(needs) if n.penalised]
         if penalised:
             index = to_index(penalised, len(needs), self.device)
-            counted = tokens[index]
-            once = (counted >= 0).to(torch.int32)
-            places = (rows[index], counted.clamp(min=0))
-            self.output_counts.index_put_(places, once, accumulate=True)
+            some, counted = rows[index], tokens[index]
+            ids = counted.clamp(min=0)
+            before = self.tables.counts[some, ids]
+            more = (counted >= 0) & (before < 2 * MOST_COUNTED)
+            self.tables.counts[some, ids] = before + 2 * more.to(torch.int16)
         watched = [i for i, n in enumerate(needs) if n.rules is not None and n.rules.bad_words]
         if watched:
             index = to_index(watched, len(needs), self.device)
