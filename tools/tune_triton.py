@@ -129,7 +129,7 @@ class Trial:
                 return plugin.bind(spec, gpu(str(device)))
 
         self.tvr_backend_info = info
-        for op in OPS:
+        for op in plugin.INFO.ops:
             setattr(self, f"tvr_bind_{op}", bind)
 
 
