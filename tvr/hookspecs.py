@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         RmsNormSpec,
         RopeKvWriteSpec,
         RopeSpec,
+        SampleSpec,
         SiluMulSpec,
     )
 
@@ -113,3 +114,8 @@ def tvr_bind_argmax(spec: ArgmaxSpec, device: DeviceFacts) -> BoundOp | None:
 @hookspec
 def tvr_bind_prepare_step(spec: PrepareStepSpec, device: DeviceFacts) -> BoundOp | None:
     """Return `prepare_step` bound for `spec`, or None: not me."""
+
+
+@hookspec
+def tvr_bind_sample(spec: SampleSpec, device: DeviceFacts) -> BoundOp | None:
+    """Return `sample` bound for `spec`, or None: not me."""

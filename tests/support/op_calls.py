@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tvr.contract import SPECS, BoundOp, Bounds, OpSpec, StepMeta
+from tvr.contract import SPECS, BoundOp, Bounds, OpSpec, SamplingTables, StepMeta
 
 Call = Callable[[BoundOp], object]
 
@@ -222,3 +222,27 @@ def _prepare_step(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpS
         return bound.run(entries, table.clone(), last_token, **outs)
 
     yield spec(dtype=name, block_size=s.block_size), call
+
+
+def _sample(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec, Call]]:
+    meta, num_rows = step(1, s), s.seqs + 1
+    logits = torch.randn(s.seqs, s.vocab).to(dtype)
+    tables = SamplingTables(
+        temperature=torch.full((num_rows,), 0.8),
+        max_gap=torch.full((num_rows,), torch.inf),
+        top_k=torch.full((num_rows,), 5),
+        top_p=torch.full((num_rows,), 0.5, dtype=torch.float64),
+        seeds=torch.arange(num_rows),
+        repetition=torch.full((num_rows,), 1.5),
+        presence=torch.zeros(num_rows),
+        frequency=torch.zeros(num_rows),
+        counts=torch.zeros(num_rows, s.vocab, dtype=torch.int16),
+    )
+    rows, last_token = torch.arange(s.seqs), torch.zeros(num_rows, dtype=torch.int64)
+    spec: Any = SPECS["sample"]
+
+    def call(bound: BoundOp) -> object:
+        out = torch.empty(s.seqs, dtype=torch.int64)
+        return _prepared(bound, meta).run(logits, rows, rows, tables, last_token, out=out)
+
+    yield spec(dtype=name, vocab_size=s.vocab), call

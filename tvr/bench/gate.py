@@ -12,7 +12,7 @@ from tvr.conformance.checks_common import rows_of, written_rows
 from tvr.conformance.ledger import CheckFailed
 from tvr.conformance.subject import UPDATED, Call, Subject
 from tvr.conformance.verdict import Comparison, find_fault
-from tvr.contract import AttentionSpec, matching_box
+from tvr.contract import AttentionSpec, SampleSpec, matching_box
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +61,9 @@ class Gate:
     def _judge_rows(self, subject: Subject, call: Call) -> None:
         rows = _sample(len(next(iter(call.read.values()))))
         found, again = _tiny(call, rows), _tiny(call, rows)
+        if isinstance(call.spec, SampleSpec):
+            # Each run has counted its tokens, by which the next one chooses: run it once more.
+            subject.run(found)
         before = {name: x.clone() for name, x in again.written.items()}
         self._reference.run(again)
         box = matching_box(subject.info, call.spec, subject.device)

@@ -16,6 +16,7 @@ from tvr.contract import (
     RmsNormSpec,
     RopeKvWriteSpec,
     RopeSpec,
+    SampleSpec,
     SiluMulSpec,
 )
 
@@ -31,7 +32,7 @@ PREPARED_BYTES = 12 + 8 + 4 * 8 + 4
 
 #: Ops whose large cell is given in megabytes.
 ELEMENTWISE = ("rms_norm", "add_rms_norm", "rope", "kv_write", "rope_kv_write", "silu_mul")
-OPS = (*ELEMENTWISE, "linear", "argmax", "prepare_step")
+OPS = (*ELEMENTWISE, "linear", "argmax", "prepare_step", "sample")
 
 ROWS = (1, 8, 64, 256)
 LINEAR_ROWS = (1, 2, 4, 8)
@@ -105,6 +106,7 @@ def _spec(op: str, dtype: str) -> tuple[OpSpec, tuple[tuple[str, int], ...]]:
         "silu_mul": (SiluMulSpec, {"intermediate_size": INTERMEDIATE}),
         "argmax": (ArgmaxSpec, {"vocab_size": VOCAB}),
         "prepare_step": (PrepareStepSpec, paged),
+        "sample": (SampleSpec, {"vocab_size": VOCAB}),
     }[op]
     return kind(dtype=dtype, **sizes), tuple(sizes.items())
 
@@ -122,5 +124,6 @@ def _row_bytes(op: str, dtype: str) -> int:
         "rope_kv_write": (q + 2 * kv) + (q + kv) + 2 * kv,  # read; returned; stored
         "silu_mul": 3 * INTERMEDIATE,
         "argmax": VOCAB,
+        "sample": VOCAB,
     }[op]
     return elements * torch_dtype(dtype).itemsize

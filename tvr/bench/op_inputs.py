@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tvr.conformance.inputs import EPS, cos_sin_cache
-from tvr.conformance.row_tables import step_args
+from tvr.conformance.row_tables import Asked, sample_args, step_args
 from tvr.conformance.subject import Call
 from tvr.conformance.tensors import torch_dtype
 from tvr.contract import (
@@ -19,6 +19,7 @@ from tvr.contract import (
     RmsNormSpec,
     RopeKvWriteSpec,
     RopeSpec,
+    SampleSpec,
     SiluMulSpec,
 )
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
     from tvr.bench.buffers import Buffers
     from tvr.bench.cells import RowsCell
+
+#: What the rows of `sample` ask for.
+_SAMPLED = Asked(temperature=0.8, top_p=0.95, repetition=1.1, presence=0.2, frequency=0.1)
 
 _FIRST_POSITION, _MAX_POSITION = 1000, 131072
 
@@ -84,6 +88,12 @@ def op_calls(cell: RowsCell, buffers: Buffers, num_sets: int) -> list[Call]:
             steps = [step_args(cell.spec, rows, g) for _ in range(num_sets)]
             own = {n: torch.stack([step[n] for step in steps]) for n in steps[0]}
             own = {n: x.to(buffers.device) for n, x in own.items()}
+        case SampleSpec(vocab_size=n):
+            g = torch.Generator().manual_seed(rows)
+            args = sample_args(cell.spec, torch.empty(rows, 0), g, (_SAMPLED,))
+            own = {"logits": normal("x", rows, n)}
+            own["out"] = buffers.unfilled("ids", (num_sets, rows), torch.int64)
+            shared = {name: x.to(buffers.device) for name, x in args.items() if name not in own}
         case _:
             raise NotImplementedError(cell.spec.op)
     return [

@@ -23,6 +23,7 @@ from tvr.conformance.checks_prepare import (
     check_step_is_made_from_its_rows,
 )
 from tvr.conformance.checks_rope import check_rotation_is_rounded_once
+from tvr.conformance.checks_sample import check_choice_is_kept, check_token_is_the_one_asked_for
 
 if TYPE_CHECKING:
     from tvr.conformance.case import Case
@@ -40,6 +41,7 @@ _CLAIMS = {
     "linear": (check_product_matches_oracle,),
     "argmax": (check_largest_logit_wins,),
     "prepare_step": (check_step_is_made_from_its_rows, check_new_blocks_enter_both_tables),
+    "sample": (check_token_is_the_one_asked_for, check_choice_is_kept),
 }
 
 

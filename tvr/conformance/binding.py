@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tvr.conformance.ledger import CheckFailed
+from tvr.conformance.row_tables import as_run_takes_them
 from tvr.conformance.workspace import Workspace
 from tvr.contract import PROTOCOLS, BoundOp, Bounds, StepMeta
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 #: Ops of which each row is another sequence of the step.
-ROWS_ARE_SEQUENCES = frozenset({"prepare_step"})
+ROWS_ARE_SEQUENCES = frozenset({"prepare_step", "sample"})
 
 
 class Binding:
@@ -51,7 +52,7 @@ class Binding:
 
     def prepare(self, call: Call) -> Callable[[], object]:
         """Return a function that runs `call`, all that is done once at load being done."""
-        op, args = call.spec.op, dict(call.args)
+        op, args = call.spec.op, as_run_takes_them(call.args)
         if op == "linear":
             pair = args.pop("weight"), args.pop("bias")
             args["packed"] = pair if self.bound.pack is None else self.bound.pack(*pair)

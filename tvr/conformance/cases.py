@@ -28,6 +28,7 @@ from tvr.contract import (
     RmsNormSpec,
     RopeKvWriteSpec,
     RopeSpec,
+    SampleSpec,
     SiluMulSpec,
 )
 
@@ -52,6 +53,8 @@ _SILUS = {"smoke": [(1, 64), (5, 72), (3, 1536)], "quick": [(2, 8192), (17, 1433
 _ARGMAXES = {"smoke": [(1, 64), (6, 1000), (2, 4099)], "quick": [(3, 128256)]}
 # (sequences, block_size); the tables of smaller blocks have more columns
 _PREPARES = {"smoke": [(1, 16), (5, 16), (7, 1)], "quick": [(256, 16), (33, 64), (9, 256)]}
+# (rows, vocabulary)
+_SAMPLES = {"smoke": [(1, 64), (10, 1000), (3, 4099)], "quick": [(10, 128256), (300, 130)]}
 # (rows, in, out, max_rows)
 _LINEARS: dict[str, list[tuple[int, int, int, int | None]]] = {
     "smoke": [(1, 64, 96, 8), (5, 576, 40, 8), (2, 72, 5, 8)],
@@ -318,6 +321,13 @@ def _many_rows_cases() -> Iterator[Case]:
 
 def _row_table_cases() -> Iterator[Case]:
     """Ops on tables that have a row a request. All of a step's numbers are integers: one dtype."""
+    for dtype, level in itertools.product(DTYPES, LEVELS):
+        for rows, vocab in _SAMPLES.get(level, ()):
+            sample = SampleSpec(dtype=dtype, vocab_size=vocab)
+            yield _case(sample, f"{rows}x{vocab}", level=level, num_tokens=rows)
+        if level == "smoke":
+            sample = SampleSpec(dtype=dtype, vocab_size=130, batch_invariant=True)
+            yield _case(sample, "invariant", num_tokens=5)
     for level in LEVELS:
         for rows, block_size in _PREPARES.get(level, ()):
             prepare = PrepareStepSpec(dtype="float32", block_size=block_size)

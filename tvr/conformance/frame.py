@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _CACHES = ("k_cache", "v_cache")
 #: What a padding row holds; elsewhere NaN, which reaches whatever reads it.
-_PADDING = {"positions": 0, "slot_mapping": -1}
+_PADDING = {"positions": 0, "slot_mapping": -1, "output_positions": 0}
 _UNWRITTEN_ID = -7  # in an integer output
 
 
@@ -64,6 +64,8 @@ class Frame:
                 tensor.fill_(_PADDING.get(name, _nothing_in(tensor)))
         if "entries" in self.call.args:
             self.call["entries"].copy_(padding_entry(self.call["block_table"]))
+        if "rows" in self.call.read:
+            self.call["rows"].fill_(len(self.call["last_token"]) - 1)
         step = self.call.args.get("step")
         if step is not None:
             step.block_table.fill_(-1)

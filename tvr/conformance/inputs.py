@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tvr.conformance.row_tables import step_args
+from tvr.conformance.row_tables import sample_args, step_args
 from tvr.conformance.sequences import attention_call, random_sequences
 from tvr.conformance.subject import Call
 from tvr.conformance.tensors import torch_dtype, unfilled
@@ -20,6 +20,7 @@ from tvr.contract import (
     RmsNormSpec,
     RopeKvWriteSpec,
     RopeSpec,
+    SampleSpec,
     SiluMulSpec,
 )
 
@@ -77,10 +78,16 @@ def make_call(case: Case, device: torch.device) -> Call:
         case ArgmaxSpec(vocab_size=n):
             args = {"logits": normal(rows, n), "out": torch.full((rows,), -7, device=device)}
         case PrepareStepSpec():
-            args = {name: x.to(device) for name, x in step_args(case.spec, rows, g).items()}
+            args = _on(device, step_args(case.spec, rows, g))
+        case SampleSpec(vocab_size=n):
+            args = _on(device, sample_args(case.spec, 3 * normal(rows, n).cpu(), g))
         case _:
             raise NotImplementedError(case.op)
     return Call(spec=case.spec, args=args)
+
+
+def _on(device: torch.device, args: dict[str, Tensor]) -> dict[str, object]:
+    return {name: x.to(device) for name, x in args.items()}
 
 
 def cos_sin_cache(rotary_dim: int, max_position: int = MAX_POSITION) -> Tensor:

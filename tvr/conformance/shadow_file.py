@@ -22,6 +22,7 @@ from tvr.conformance.attempt import attempt
 from tvr.conformance.finding import describe
 from tvr.conformance.ledger import FAILED, PASSED, SKIPPED, CheckResult
 from tvr.conformance.record import Record
+from tvr.conformance.row_tables import TABLES
 from tvr.conformance.snapshot import Snapshot
 from tvr.conformance.subject import Call, Subject, device_facts
 from tvr.contract import PROTOCOLS, SPECS, Bounds, StepMeta, matching_box
@@ -181,6 +182,8 @@ def _check_complete(record: Record) -> None:
     wanted = set(inspect.signature(PROTOCOLS[call.spec.op].__call__).parameters) - {"self"}
     if "packed" in wanted:
         wanted = wanted - {"packed"} | {"weight", "bias"}
+    if "tables" in wanted:
+        wanted = wanted - {"tables"} | set(TABLES)
     if set(call.args) != wanted:
         raise ValueError(f"it has arguments {sorted(call.args)}, not {sorted(wanted)}")
     shapes = {name: (t.shape, t.dtype) for name, t in call.written.items()}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tvr.conformance.fault import same_bits
+from tvr.conformance.row_tables import one_by_one
 from tvr.conformance.subject import UPDATED, Call
 from tvr.contract import PROTOCOLS, OpSpec, StepMeta
 
@@ -72,7 +73,7 @@ def call_of(spec: OpSpec, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> C
     parameters = list(inspect.signature(PROTOCOLS[spec.op].__call__).parameters.values())[1:]
     given = dict(zip((p.name for p in parameters), args, strict=False)) | dict(kwargs)
     optional = {p.name: p.default for p in parameters if p.default is not p.empty}
-    return Call(spec=spec, args=optional | given)
+    return Call(spec=spec, args=one_by_one(optional | given))
 
 
 def take(live: Call, in_use: Tensor | None = None) -> Snapshot:

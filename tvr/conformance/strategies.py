@@ -28,6 +28,7 @@ from tvr.contract import (
     PrepareStepSpec,
     RmsNormSpec,
     RopeSpec,
+    SampleSpec,
     SiluMulSpec,
 )
 from tvr.contract.capability import FLAGS
@@ -122,6 +123,8 @@ def _spec(draw: Draw, op: str, box: Box, reach: Reach) -> OpSpec:
         facts["intermediate_size"] = draw(eights)
     elif spec_type is ArgmaxSpec:
         facts["vocab_size"] = draw(_whole(2, 4 * reach.width))
+    elif spec_type is SampleSpec:
+        facts["vocab_size"] = draw(_whole(2, reach.width))
     elif spec_type is PrepareStepSpec:
         facts["block_size"] = draw(st.sampled_from(box.block_sizes or BLOCK_SIZES))
     elif spec_type is LinearSpec:

@@ -50,10 +50,11 @@ WRITES: dict[str, tuple[str, ...]] = {
         *("input_ids", "positions", "rows", "slot_mapping", "seq_lens", "step_block_table"),
         "block_table",
     ),
+    "sample": ("out", "counts", "last_token"),
 }
 
 #: Tables with a row for each request, which an op updates: what they hold is an input too.
-UPDATED = frozenset({"block_table"})
+UPDATED = frozenset({"block_table", "counts", "last_token"})
 
 #: Outputs that `run` is given but does not return.
 _NOT_RETURNED = frozenset({"k_cache", "v_cache", "lse", *UPDATED})
@@ -66,7 +67,7 @@ class Call:
     Attributes:
         spec: what the op is bound for.
         args: everything `run` is given, by name; for `linear` `weight` and `bias` instead of
-            `packed`.
+            `packed`, for `sample` each of its `tables`.
     """
 
     spec: OpSpec

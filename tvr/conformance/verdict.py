@@ -17,6 +17,7 @@ import torch
 
 from tvr.conformance import oracle, tolerance
 from tvr.conformance.checks_prepare import wanted_step
+from tvr.conformance.checks_sample import allowed_in, kept_choice
 from tvr.conformance.fault import (
     Fault,
     bounded,
@@ -146,6 +147,17 @@ def _prepare_step(t: Comparison) -> Fault | None:
     return next((fault for fault in faults if fault is not None), None)
 
 
+def _sample(t: Comparison) -> Fault | None:
+    found = t.found["out"]
+    for i, (token, allowed) in enumerate(zip(found.tolist(), allowed_in(t.call), strict=True)):
+        if token not in allowed:
+            wanted = float(min(allowed))
+            return Fault(output="out", index=(i,), found=float(token), wanted=wanted, limit=0.0)
+    wanted_tables = kept_choice(t.call, found)
+    faults = (first_other(name, t.found[name], table) for name, table in wanted_tables.items())
+    return next((fault for fault in faults if fault is not None), None)
+
+
 def _linear(t: Comparison) -> Fault | None:
     x, weight, bias = t.call["x"], t.call["weight"], t.call["bias"]
     found, reference = t.found["out"], t.reference["out"]
@@ -249,4 +261,5 @@ _JUDGES: dict[str, Callable[[Comparison], Fault | None]] = {
     "linear": _linear,
     "argmax": _argmax,
     "prepare_step": _prepare_step,
+    "sample": _sample,
 }

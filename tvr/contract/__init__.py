@@ -16,6 +16,7 @@ from tvr.contract.capability import (
     why_not,
 )
 from tvr.contract.protocols import PROTOCOLS
+from tvr.contract.sampling_tables import SamplingTables
 from tvr.contract.specs import (
     COMPOSITES,
     DTYPES,
@@ -33,6 +34,7 @@ from tvr.contract.specs import (
     RmsNormSpec,
     RopeKvWriteSpec,
     RopeSpec,
+    SampleSpec,
     SiluMulSpec,
 )
 
@@ -62,6 +64,8 @@ __all__ = [
     "RmsNormSpec",
     "RopeKvWriteSpec",
     "RopeSpec",
+    "SampleSpec",
+    "SamplingTables",
     "SiluMulSpec",
     "StepMeta",
     "check_bound",

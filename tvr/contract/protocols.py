@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tvr.contract.bound import StepMeta
+    from tvr.contract.sampling_tables import SamplingTables
 
 
 class RmsNorm(Protocol):
@@ -158,6 +159,28 @@ class PrepareStep(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
 
 
+class Sample(Protocol):
+    """Choose the next token of each row of logits [R, vocab]; R is at most the bounds' sequences.
+
+    rows [R] int64: which row of the tables a row of logits is. No two are the same, but for a
+    spare row, which may be there any number of times. output_positions [R] int64: 0 for a
+    request's first new token. out [R] int64: -1 where the largest logit, after penalties, is not
+    finite. A token is also stored in last_token [rows] int64 (0 for -1) and, in a row with
+    penalties, counted in `tables.counts`. docs/numerics.md says what is drawn.
+    """
+
+    def __call__(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        output_positions: Tensor,
+        tables: SamplingTables,
+        last_token: Tensor,
+        *,
+        out: Tensor,
+    ) -> Tensor: ...
+
+
 PROTOCOLS: dict[str, type] = {
     "rms_norm": RmsNorm,
     "add_rms_norm": AddRmsNorm,
@@ -170,4 +193,5 @@ PROTOCOLS: dict[str, type] = {
     "linear": Linear,
     "argmax": Argmax,
     "prepare_step": PrepareStep,
+    "sample": Sample,
 }

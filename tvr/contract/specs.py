@@ -217,6 +217,15 @@ class PrepareStepSpec(OpSpec):
     block_size: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class SampleSpec(OpSpec):
+    """The next token of each row, drawn as its row of the tables asks; `dtype` is the logits'."""
+
+    op: ClassVar[str] = "sample"
+
+    vocab_size: int
+
+
 SPECS: dict[str, type[OpSpec]] = {
     cls.op: cls
     for cls in (
@@ -231,6 +240,7 @@ SPECS: dict[str, type[OpSpec]] = {
         LinearSpec,
         ArgmaxSpec,
         PrepareStepSpec,
+        SampleSpec,
     )
 }
 OPS = tuple(SPECS)

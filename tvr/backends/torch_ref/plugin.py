@@ -18,6 +18,7 @@ from tvr.backends.torch_ref import (
     norm,
     prepare,
     rope,
+    sample,
 )
 from tvr.contract import (
     DTYPES,
@@ -36,6 +37,7 @@ from tvr.contract import (
     RmsNormSpec,
     RopeKvWriteSpec,
     RopeSpec,
+    SampleSpec,
     SiluMulSpec,
     why_not,
 )
@@ -72,6 +74,7 @@ _INFO = BackendInfo(
         "linear": _boxes("bias", "out_dtype", cuda_graph=True),
         "argmax": _boxes(cuda_graph=True),
         "prepare_step": _boxes(cuda_graph=True),
+        "sample": _boxes(cuda_graph=False),
     },
 )
 
@@ -147,3 +150,8 @@ def tvr_bind_argmax(spec: ArgmaxSpec, device: DeviceFacts) -> BoundOp | None:
 @hookimpl
 def tvr_bind_prepare_step(spec: PrepareStepSpec, device: DeviceFacts) -> BoundOp | None:
     return prepare.bind_prepare_step(spec) if _declared(spec, device) else None
+
+
+@hookimpl
+def tvr_bind_sample(spec: SampleSpec, device: DeviceFacts) -> BoundOp | None:
+    return sample.bind_sample() if _declared(spec, device) else None

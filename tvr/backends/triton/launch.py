@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Protocol
@@ -198,6 +199,12 @@ class Kernel:
             self._options["maxnreg"] = max_registers
         if gpu.pdl:
             self._options["launch_pdl"] = True
+
+    def unfused(self) -> Kernel:
+        """Return this kernel with every product rounded before it is added to."""
+        other = copy(self)
+        other._options = {**self._options, "enable_fp_fusion": False}
+        return other
 
     def __call__(self, grid: tuple[int, ...], *args: Tensor | float | None) -> None:
         """Launch `grid` programs, one argument for each parameter that is no constant.

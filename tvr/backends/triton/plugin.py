@@ -24,6 +24,7 @@ from tvr.contract import (
     RmsNormSpec,
     RopeKvWriteSpec,
     RopeSpec,
+    SampleSpec,
     SiluMulSpec,
     why_not,
 )
@@ -52,6 +53,7 @@ OP_MODULES = {
     "linear": "linear",
     "argmax": "argmax",
     "prepare_step": "prepare_step",
+    "sample": "sample",
 }
 
 
@@ -90,6 +92,7 @@ def backend_info() -> BackendInfo:
             "linear": boxes("bias", "out_dtype", max_rows=SMALL_BATCH_ROWS),
             "argmax": boxes(),
             "prepare_step": boxes(),
+            "sample": boxes(),
         },
     )
 
@@ -176,4 +179,9 @@ def tvr_bind_argmax(spec: ArgmaxSpec, device: DeviceFacts) -> BoundOp | None:
 
 @hookimpl
 def tvr_bind_prepare_step(spec: PrepareStepSpec, device: DeviceFacts) -> BoundOp | None:
+    return _bind(spec, device)
+
+
+@hookimpl
+def tvr_bind_sample(spec: SampleSpec, device: DeviceFacts) -> BoundOp | None:
     return _bind(spec, device)
