@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import torch
 
 from tvr.backends.torch_ref import plugin, rope
+from tvr.backends.torch_ref.random import gumbel_noise
+from tvr.backends.torch_ref.sample import _filter, _penalise
 from tvr.contract import BoundOp, why_not
 from tvr.hookspecs import hookimpl
 
@@ -191,6 +193,29 @@ def write_kv(k, v, k_cache, v_cache, slot_mapping):
         cache.copy_(torch.where(is_new, new.transpose(1, 2), cache))
 
 
+def sample(logits, rows, output_positions, tables, last_token, *, out):
+    """What every row could need, computed for every row."""
+    x = _penalise(logits.float(), rows, tables)
+    best, largest = x.max(dim=-1)
+    heat = tables.temperature[rows]
+    gaps = (best[:, None] - x) / torch.where(heat > 0, heat, 1)[:, None]
+    gaps = gaps.masked_fill(gaps > tables.max_gap[rows, None], torch.inf)
+    gaps = _filter(gaps, tables.top_k[rows], tables.top_p[rows])
+    noise = gumbel_noise(tables.seeds[rows], output_positions, x.shape[1])
+    tokens = torch.where(heat > 0, (noise - gaps).argmax(dim=-1), largest)
+    out.copy_(torch.where(best.isfinite(), tokens, -1))
+    last_token[rows] = tokens = out.clamp(min=0)
+    penalties = tables.repetition - 1, tables.presence, tables.frequency
+    counted = torch.stack(penalties).ne(0).any(0)[rows] & (out >= 0)
+    counts = tables.counts[rows, tokens]
+    tables.counts[rows, tokens] = torch.where(counted & (counts < 32766), counts + 2, counts)
+    return out
+
+
+def bind_sample(spec, device):
+    return BoundOp(run=sample)
+
+
 def bind_attention(spec, device):
     return SplitAttention(spec).bound()
 
@@ -215,6 +240,7 @@ _OWN = {
     "attention_prefill": bind_attention,
     "kv_write": bind_kv_write,
     "rope_kv_write": bind_rope_kv_write,
+    "sample": bind_sample,
 }
 
 

@@ -178,7 +178,7 @@ def _judge_kept(backend: Subject, call: Call) -> None:
     ran = _copy(call)
     backend.run(ran)
     for name, wanted in kept_choice(call, ran["out"]).items():
-        same_bits(name, ran[name], wanted)
+        same_bits(name, ran[name][:-1], wanted[:-1])  # the last row is that of padding
 
 
 def _all_ask_for_softmax(call: Call) -> Call:

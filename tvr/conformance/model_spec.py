@@ -18,6 +18,7 @@ from tvr.contract import (
     PrepareStepSpec,
     RmsNormSpec,
     RopeKvWriteSpec,
+    SampleSpec,
     SiluMulSpec,
 )
 
@@ -73,6 +74,7 @@ def bound_specs(spec: ModelSpec) -> list[OpSpec]:
         *_products(spec, own),
         ArgmaxSpec(**own, vocab_size=spec.vocab_size),
         PrepareStepSpec(**own, block_size=spec.block_size),
+        SampleSpec(**own, vocab_size=spec.vocab_size),
     ]
 
 
