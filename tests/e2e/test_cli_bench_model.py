@@ -306,7 +306,7 @@ def test_sizes_may_go_together_and_tokens_be_drawn(bench, tmp_path):
     sizes = [(row["batch"], row["input_len"], row["output_len"]) for row in rows]
     assert sizes == [(1, 4, 3), (2, 8, 2)]
     assert {row["sampling"] for row in rows} == {"temperature=0.8, top_p=0.95, seed=1"}
-    assert all(0 < row["ttft_ms"] and 0 < row["itl_ms"] for row in rows)
+    assert all(row["ttft_ms"] > 0 and row["itl_ms"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize(

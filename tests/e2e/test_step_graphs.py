@@ -95,6 +95,7 @@ def graphed(checkpoint, backend, *, capture=tape.capture, **settings):
             runner._step_ops,
             runner._kv_cache,
             runner._tables,
+            runner._sampler,
             bounds,
             lambda fn: capture(fn, None),
         )

@@ -62,7 +62,7 @@ def _engine(model: TinyModel) -> Engine:
         if device.type == "cuda" and not obstacles(config, model.ops):
             capture = CudaCapture(model.ops.stream)
             runner.graphs = capture_steps(
-                model.llama, model.ops, model.step_ops, pool, tables, BOUNDS, capture
+                model.llama, model.ops, model.step_ops, pool, tables, sampler, BOUNDS, capture
             )
     parts = EngineParts(
         model_config=model.config,

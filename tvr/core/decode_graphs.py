@@ -2,8 +2,8 @@
 
 A graph is captured for each of some batch sizes, largest first, all in one memory pool; a step
 runs in the smallest that holds it, filled up with padding. Two graphs of a size differ in how they
-end: with the logits, or with greedy tokens in the table that the next step reads them from, so
-that greedy decoding is one replay after another.
+end: with the logits, or with tokens in the table that the next step reads them from, so that
+decoding is one replay after another.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.ops import OpTable
 from tvr.core.sampler import greedy_tokens
+from tvr.core.sampler_state import SamplerState
 from tvr.core.step_ops import StepOps
 
 #: Larger steps are launched op by op, which costs them little.
@@ -43,7 +44,8 @@ class DecodeGraphs:
     """The graphs of one model on one device.
 
     Args:
-        model, ops, step_ops, kv_cache, tables: what a step runs on. Nothing of it may move.
+        model, ops, step_ops, kv_cache, tables, sampler: what a step runs on. Nothing of it may
+            move.
         max_num_seqs: sequences of the largest step.
         max_seq_len: tokens of the longest sequence.
 
@@ -58,6 +60,7 @@ class DecodeGraphs:
         step_ops: StepOps,
         kv_cache: KVCache,
         tables: DeviceTables,
+        sampler: SamplerState,
         *,
         max_num_seqs: int,
         max_seq_len: int,
@@ -65,7 +68,8 @@ class DecodeGraphs:
         self.sizes = graph_sizes(max_num_seqs)
         self._model = model
         self._ops = ops
-        self._argmax = step_ops.argmax
+        self._step_ops = step_ops
+        self._sampler = sampler
         self._kv_cache = kv_cache
         self._tables = tables
         self._plans_inside = ops.plans_in_graph(prefill=False)
@@ -103,13 +107,21 @@ class DecodeGraphs:
         """Whether there is a graph for a step of so many decodes."""
         return num_seqs <= self.sizes[-1]
 
-    def greedy(self, packed: PackedDecodes) -> Tensor:
-        """Run a step and return its greedy tokens [S] int64, -1 for a row without a finite logit.
+    def chooses(self, rows: list[int]) -> bool:
+        """Whether `tokens` gives these rows of the sampler what they ask for."""
+        if self._step_ops.sample is None:
+            return self._sampler.is_greedy(rows)
+        return self._sampler.is_usual(rows)
 
-        The next step overwrites them. The tokens are in the tables already.
+    def tokens(self, packed: PackedDecodes) -> tuple[Tensor, Tensor]:
+        """Run a step whose rows it `chooses` for; return the tokens [S] int64 and the logits.
+
+        A row without a finite logit has -1. Both are overwritten by the next step; the tokens are
+        in the tables already.
         """
         self._run(packed, self._to_tokens)
-        return self._tokens[: len(packed.rows)]
+        n = len(packed.rows)
+        return self._tokens[:n], self._logits[:n]
 
     def logits(self, packed: PackedDecodes) -> tuple[Tensor, Tensor, Tensor]:
         """Run a step up to its logits; return them with rows and positions.
@@ -139,6 +151,12 @@ class DecodeGraphs:
         return self._model.compute_logits(hidden, out=self._logits[:size])
 
     def _compute_tokens(self, size: int) -> None:
-        tokens = greedy_tokens(self._compute_logits(size), self._argmax)
-        self._tokens[:size].copy_(tokens)
-        self._tables.keep_tokens(self._inputs.rows[:size], tokens)
+        logits, rows = self._compute_logits(size), self._inputs.rows[:size]
+        out = self._tokens[:size]
+        if self._step_ops.sample is None:
+            out.copy_(greedy_tokens(logits, self._step_ops.argmax))
+            self._tables.keep_tokens(rows, out)
+            return
+        positions = self._sampler.output_positions(rows, self._inputs.positions[:size])
+        last_token, tables = self._tables.last_token, self._sampler.tables
+        self._step_ops.sample(logits, rows, positions, tables, last_token, out=out)

@@ -235,7 +235,9 @@ def load_engine(
         if not eager_reasons:
             sized = replace(bounds, max_seq_len=context)
             capture = CudaCapture(ops.stream)
-            runner.graphs = capture_steps(llama, ops, step_ops, kv_cache, tables, sized, capture)
+            runner.graphs = capture_steps(
+                llama, ops, step_ops, kv_cache, tables, sampler, sized, capture
+            )
     return EngineParts(
         model_config=model_config,
         tokenizer=tokenizer,

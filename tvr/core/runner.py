@@ -163,11 +163,12 @@ class ModelRunner:
         assert self.graphs is not None, "whoever submits has asked for them"
         self.counts["graph"] += 1
         graphs = self.graphs.decodes
-        if self._sampler.is_greedy(packed.rows) and not extras.processed:
-            tokens = graphs.greedy(packed)
+        if graphs.chooses(packed.rows) and not extras.processed:
+            tokens, logits = graphs.tokens(packed)
             # On CUDA the copy to the host comes before the next step, which overwrites them; here
             # another thread reads them, perhaps later.
-            return DeviceResult(tokens=tokens if self._worker is None else tokens.clone())
+            tokens = tokens if self._worker is None else tokens.clone()
+            return self._with_logprobs(DeviceResult(tokens=tokens), logits, packed.rows)
         logits, rows, positions = graphs.logits(packed)
         result = DeviceResult(tokens=rows)
         return self._choose(result, logits, rows, positions, packed.rows, extras)
@@ -195,24 +196,35 @@ class ModelRunner:
             logits = raw_logits.clone()
             failures = {row.sequence_id: row.apply(logits) for row in extras.processed}
             errors = {i: error for i, error in failures.items() if error is not None}
-        # The token after position p is output number p + 1 - prompt length.
-        output_positions = positions + 1 - self._sampler.prompt_lens[rows]
-        tokens = sample(
-            logits,
-            self._sampler,
-            rows,
-            output_positions,
-            self._step_ops.argmax,
-            host_rows=host_rows,
-        )
-        self._tables.keep_tokens(rows, tokens)
+        output_positions = self._sampler.output_positions(rows, positions)
+        if self._step_ops.sample is not None and self._sampler.is_usual(host_rows):
+            tokens = torch.empty_like(rows)
+            last_token, tables = self._tables.last_token, self._sampler.tables
+            self._step_ops.sample(logits, rows, output_positions, tables, last_token, out=tokens)
+        else:
+            argmax = self._step_ops.argmax
+            tokens = sample(
+                logits, self._sampler, rows, output_positions, argmax, host_rows=host_rows
+            )
+            self._tables.keep_tokens(rows, tokens)
+        chosen = replace(result, tokens=tokens, errors=errors)
+        return self._with_logprobs(chosen, raw_logits, host_rows)
+
+    def _with_logprobs(
+        self, result: DeviceResult, logits: Tensor, host_rows: list[int]
+    ) -> DeviceResult:
+        """Return `result` with log-probabilities of its tokens where rows ask for them.
+
+        Args:
+            result: with its tokens.
+            logits: [R, vocab], the model's own.
+            host_rows: the rows of the sampler.
+        """
         places = self._sampler.wanted_logprobs(host_rows)
+        if not places:
+            return result
         return replace(
-            result,
-            tokens=tokens,
-            errors=errors,
-            places=places,
-            logprobs=_sampled_logprobs(raw_logits, tokens, places),
+            result, places=places, logprobs=_sampled_logprobs(logits, result.tokens, places)
         )
 
     def _prompt_logprobs(

@@ -108,6 +108,7 @@ class SamplerState:
         self._rows = [RowNeeds()] * max_rows
         self._special: set[int] = set()  # rows that need more than the argmax
         self._unusual: set[int] = set()  # rows that need more than the sample op
+        self._with_logprobs: set[int] = set()
         self.rules = LogitRules(max_rows, vocab_size, self.device, eos_token_ids)
 
         def table(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -164,6 +165,7 @@ class SamplerState:
         self._rows[row] = needs = self._needs_of(params, top_k, rules)
         for rows, is_in in (
             (self._unusual, rules is not None),
+            (self._with_logprobs, needs.logprobs is not None),
             (self._special, needs.kind is not Kind.GREEDY or needs.adjusted),
         ):
             (rows.add if is_in else rows.discard)(row)
@@ -194,6 +196,14 @@ class SamplerState:
         counts[prompt] += 1  # once, however often it is there
         self.tables.counts[state.row].copy_(to_device(torch.from_numpy(counts), self.device))
 
+    def output_positions(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """Return the number [R] int64, from 0, of the output token that follows each position.
+
+        Args:
+            rows, positions: [R] int64, of the newest token of each row.
+        """
+        return positions + 1 - self.prompt_lens[rows]
+
     def needs(self, rows: Sequence[int]) -> list[RowNeeds]:
         """Return what each of `rows` takes, from the host's mirror."""
         return [self._rows[row] for row in rows]
@@ -208,6 +218,8 @@ class SamplerState:
 
     def wanted_logprobs(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Return (place in `rows`, number of likeliest tokens) where logprobs are wanted."""
+        if self._with_logprobs.isdisjoint(rows):
+            return []
         wanted = [(place, self._rows[row].logprobs) for place, row in enumerate(rows)]
         return [(place, num_top) for place, num_top in wanted if num_top is not None]
 

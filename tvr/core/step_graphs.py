@@ -12,6 +12,7 @@ from tvr.core.graph_capture import Capture, no_collection
 from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.ops import OpTable
+from tvr.core.sampler_state import SamplerState
 from tvr.core.step_ops import StepOps
 
 
@@ -31,6 +32,7 @@ def capture_steps(
     step_ops: StepOps,
     kv_cache: KVCache,
     tables: DeviceTables,
+    sampler: SamplerState,
     bounds: Bounds,
     capture: Capture,
 ) -> StepGraphs:
@@ -46,11 +48,12 @@ def capture_steps(
         step_ops,
         kv_cache,
         tables,
+        sampler,
         max_num_seqs=bounds.max_num_seqs,
         max_seq_len=bounds.max_seq_len,
     )
     chunks = None
-    if not ops.lacking("cuda_graph"):
+    if "attention_prefill" not in ops.lacking("cuda_graph"):
         max_blocks = tables.block_table.shape[1]
         chunks = ChunkGraphs(model, ops, kv_cache, bounds=bounds, max_blocks=max_blocks)
     with no_collection():

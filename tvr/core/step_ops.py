@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tvr.contract import ArgmaxSpec, PrepareStepSpec
+from tvr.contract import ArgmaxSpec, PrepareStepSpec, SampleSpec
 from tvr.core.ops import OpTable
 
 
@@ -17,10 +17,13 @@ class StepOps(NamedTuple):
     Attributes:
         prepare_step: makes the arrays of a step of decodes.
         argmax: chooses greedy tokens.
+        sample: chooses tokens as the tables ask, without waiting for the host; None: what is bound
+            cannot be captured, and torch chooses, row by row as the host knows them.
     """
 
     prepare_step: Callable[..., Any]
     argmax: Callable[..., Tensor]
+    sample: Callable[..., Tensor] | None
 
     @classmethod
     def bind(
@@ -41,4 +44,10 @@ class StepOps(NamedTuple):
             dtype=dtype, batch_invariant=batch_invariant, block_size=block_size
         )
         argmax = ArgmaxSpec(dtype=dtype, batch_invariant=batch_invariant, vocab_size=vocab_size)
-        return cls(ops.bind_at(prepare, "inputs").run, ops.bind_at(argmax, "sampler").run)
+        choice = SampleSpec(dtype=dtype, batch_invariant=batch_invariant, vocab_size=vocab_size)
+        sample = ops.bind_at(choice, "sampler").run
+        return cls(
+            prepare_step=ops.bind_at(prepare, "inputs").run,
+            argmax=ops.bind_at(argmax, "sampler").run,
+            sample=sample if "cuda_graph" in ops.flags(choice) else None,
+        )
