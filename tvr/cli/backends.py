@@ -120,6 +120,8 @@ def op_specs(shape: ModelConfig, dtype: str, block_size: int) -> list[OpSpec]:
             dtype=dtype, in_features=hidden, out_features=hidden, bias=shape.attention_bias
         ),
         contract.ArgmaxSpec(dtype=dtype, vocab_size=shape.vocab_size),
+        contract.PrepareStepSpec(dtype=dtype, block_size=block_size),
+        contract.SampleSpec(dtype=dtype, vocab_size=shape.vocab_size),
     ]
 
 

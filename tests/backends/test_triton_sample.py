@@ -1,0 +1,104 @@
+"""The Triton backend's `sample` on ways that random rows seldom take, in the interpreter.
+
+Kernels are made for the interpreter when they are imported, so each test is a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+#: Made before the kernels run. Tiles are small, so that a row has many, more than one a program.
+COMMON = """
+from unittest.mock import patch
+import torch
+from triton.language import constexpr
+from tvr.backends.torch_ref import sample as reference
+from tvr.backends.triton import configs, sample_choice, sample_kernels
+from tvr.backends.triton.launch import Config, open_gpu
+from tvr.backends.triton.sample import bind_sample
+from tvr.conformance.row_tables import ASKED, Asked, as_run_takes_them, sample_args
+from tvr.contract import Bounds, SampleSpec
+
+def bind(vocab, rows, tile=64, wide=2):
+    table = {
+        configs.key("sample_best", 0, {"dtype": "float32"}): Config(blocks={"BLOCK": 2 * tile}),
+        configs.key("sample_race", 0, {}): Config(blocks={"BLOCK": tile}),
+        configs.key("sample_choice", 0, {}): Config(blocks={"WIDE": wide}),
+    }
+    with patch.object(configs, "shipped", lambda: table):
+        op = bind_sample(SampleSpec(dtype="float32", vocab_size=vocab), open_gpu("cpu"))
+    bounds = Bounds(max_num_seqs=rows, max_num_tokens=rows, max_seq_len=1, max_q_len=1)
+    op.attach(torch.full((op.workspace_bytes(bounds),), 173, dtype=torch.uint8))
+    return op.run
+
+def agree(logits, asked=ASKED, seed=0, **config):
+    rows, vocab = logits.shape
+    runs = bind(vocab, rows, **config), reference.bind_sample().run
+    spec = SampleSpec(dtype="float32", vocab_size=vocab)
+    calls = [sample_args(spec, logits, torch.Generator().manual_seed(seed), asked) for _ in runs]
+    for run, call in zip(runs, calls, strict=True):
+        run(**as_run_takes_them(call))
+    for name in ("out", "last_token", "counts"):
+        assert torch.equal(calls[0][name], calls[1][name]), (name, calls[0][name], calls[1][name])
+    return calls[0]["out"]
+
+generator = torch.Generator().manual_seed(7)
+def normal(rows, vocab):
+    return 2 * torch.randn(rows, vocab, generator=generator)
+"""
+
+WAYS = {
+    "a token is found among many tiles, whatever their number of programs": """
+for rows, vocab in ((1, 1000), (10, 1000), (20, 131)):
+    agree(normal(rows, vocab))
+""",
+    "tokens that may be first in a tile are compared exactly": """
+sample_kernels._CLOSE = sample_choice._CLOSE = constexpr(8.0)
+agree(normal(10, 700))
+agree(normal(4, 700), (Asked(),))
+""",
+    "fp64 sums decide where fp32 cannot tell": """
+sample_choice._UNSURE = constexpr(2.0)
+nuclei = [Asked(top_p=p, top_k=k) for p in (0.05, 0.5, 0.99) for k in (None, 40)]
+agree(normal(12, 700), tuple(nuclei))
+""",
+    "what the filters rule out is drawn again until they do not": """
+flat = normal(12, 900) / 8
+narrow = [Asked(top_p=0.01), Asked(top_k=2), Asked(top_k=3, top_p=0.4), Asked(top_k=700)]
+agree(flat, tuple(narrow))
+agree(torch.zeros(12, 900), tuple(narrow))
+agree(flat.round(), tuple(narrow))
+""",
+    "the k best end among equals, in order of ids": """
+few = torch.randint(0, 3, (12, 900), generator=generator).float()
+agree(few, tuple(Asked(top_k=k) for k in (1, 5, 64, 300, 899)))
+""",
+    "fewer tokens than top_k are left": """
+logits = torch.full((6, 500), -torch.inf)
+logits[:, 100:103] = normal(6, 3)
+out = agree(logits, (Asked(top_k=20), Asked(top_k=20, top_p=0.9), Asked(min_p=0.5, top_k=9)))
+assert ((out >= 100) & (out < 103)).all()
+""",
+    "logits of any size": """
+agree(1e30 * normal(10, 300))
+agree(1e-30 * normal(10, 300))
+agree(normal(10, 300) + 1e4)
+""",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_reference_takes_the_same_token_where(way):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", COMMON + WAYS[way]],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
