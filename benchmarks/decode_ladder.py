@@ -32,7 +32,7 @@ from tvr.contract import AttentionDecodeSpec, BoundOp, DeviceFacts
 from tvr.core.loader import device_facts
 from tvr.hookspecs import hookimpl
 
-SIZES = ((1, 1024), (1, 8192), (8, 8192), (64, 4096), (256, 320))
+SIZES = ((1, 1024), (1, 8192), (8, 8192), (64, 4096))
 SPEC = AttentionDecodeSpec(
     dtype="bfloat16", num_heads=32, num_kv_heads=8, head_dim=64, block_size=16
 )
@@ -46,32 +46,19 @@ class Rung(PycudaBackend):
         max_splits: asked for, whatever the spec says.
         max_stages: slices in a warp's ring, at most; None: as many as fit. With 2, a multiprocessor
             holds one block instead of two, as two so short rings would not cover memory's latency.
-        blocks: of a multiprocessor; None: two, or one where the rings of two would be too short.
-        pdl: kernels start while the one in front still runs.
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        max_splits: int | None = None,
-        max_stages: int | None = None,
-        blocks: int | None = None,
-        pdl: bool = True,
+        self, name: str, *, max_splits: int | None = None, max_stages: int | None = None
     ) -> None:
         super().__init__()
         self._info = backend_info(name)
         self._max_splits = max_splits
         self._max_stages = max_stages or decode_shape._MAX_STAGES
-        self._choices = ((4, blocks, 2),) if blocks else decode_shape._CHOICES
-        self._pdl = pdl
 
     @hookimpl
     def tvr_bind_attention_decode(self, spec: AttentionDecodeSpec, device: DeviceFacts) -> BoundOp:
-        with (
-            patch.object(decode_shape, "_MAX_STAGES", self._max_stages),
-            patch.object(decode_shape, "_CHOICES", self._choices),
-        ):
+        with patch.object(decode_shape, "_MAX_STAGES", self._max_stages):
             return bind_attention_decode(
                 replace(spec, max_splits=self._max_splits), self._gpu(device)
             )
@@ -84,8 +71,6 @@ def rungs() -> list[Rung]:
         Rung("fixed_splits", max_splits=16),
         Rung("balanced_2_stages", max_stages=2),
         Rung("balanced_4_stages", max_stages=4),
-        Rung("balanced_3_blocks", blocks=3),
-        Rung("balanced_one_by_one", pdl=False),
         Rung("balanced"),
     ]
 

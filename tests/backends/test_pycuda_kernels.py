@@ -32,10 +32,6 @@ _LARGER = {
         "dtype=bfloat16 in_features=6000 out_features=20 max_rows=8 num_tokens=3",
         "dtype=float16 in_features=5003 out_features=20 bias=True max_rows=8 num_tokens=8",
         "dtype=float32 in_features=6000 out_features=20 max_rows=8 num_tokens=3",
-        # Several tiles a block: with a chunk of columns a warp, with several, and not packed.
-        "dtype=bfloat16 in_features=504 out_features=3300 max_rows=8 num_tokens=1",
-        "dtype=float16 in_features=6000 out_features=500 bias=True max_rows=8 num_tokens=2",
-        "dtype=float32 in_features=1501 out_features=1700 bias=True max_rows=8 num_tokens=8",
     ],
     "attention_decode": [
         f"dtype=bfloat16 {_SPLIT}",

@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 _MOST_ROWS, _TILE_FEATURES = 8, 8  # of a block, as in the source
 _PACKS_OF_CHUNK = 32  # of 16 bytes, of a weight row: what a warp takes at a time
-#: Shared memory of a warp: its sums, of two tiles, and a chunk of each row of x.
-_SUMS_BYTES, _X_ROW_BYTES = 2 * 4 * _MOST_ROWS * _TILE_FEATURES, 576
-#: That the registers of a multiprocessor suffice for: all of them stay, and take tile after tile.
-_WARPS_OF_AN_SM = {"float32": 16, "float16": 32, "bfloat16": 32}
+#: Shared memory of a warp: its sums, and a chunk of each row of x.
+_SUMS_BYTES, _X_ROW_BYTES = 4 * _MOST_ROWS * _TILE_FEATURES, 576
 _LEAST_WARPS, _MOST_WARPS = 2, 16
 _WARP = 32
 _PACK_BYTES = 16
@@ -44,8 +42,7 @@ def bind_linear(spec: LinearSpec, gpu: Gpu) -> BoundOp:
     # may not depend on the other rows.
     num_chunks = -(-spec.in_features // (_PACKS_OF_CHUNK * per_pack))
     num_warps = min(max(num_chunks, _LEAST_WARPS), _MOST_WARPS)
-    num_tiles = -(-spec.out_features // _TILE_FEATURES)
-    num_blocks = min(num_tiles, gpu.num_sms * (_WARPS_OF_AN_SM[spec.dtype] // num_warps))
+    num_blocks = -(-spec.out_features // _TILE_FEATURES)
 
     def kernel_for(most_rows: int) -> Kernel:
         return Kernel(

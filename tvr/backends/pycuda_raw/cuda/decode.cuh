@@ -51,22 +51,21 @@ __device__ __forceinline__ void finish_segment(const Segment& segment, const Bun
 }
 
 // Works off a block's segments. Loads run ahead through all of them, so that memory is busy while
-// the warps meet at the end of one; a segment's queries are loaded at the end of the one before.
+// the warps meet at the end of one.
 __device__ __forceinline__ void decode(const Inputs& in, const Work& work, const Partials& partials,
                                        const Outputs& outputs, const Shared& shared) {
   const int warp = threadIdx.x / WARP;
   Prefetcher ahead(in, work);
   WarpState<scalar_t> state;
   Segment segment = work.lead;
-  Segment next = ahead.next;  // on its way, if there is one
   Bundle bundle = bundle_of(segment.kv_head, segment.part, in.group_size);
-  state.begin(in, state.queries_of(in, segment.seq, bundle), shared.queries);
+  state.begin(in, segment.seq, bundle, shared.queries);
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     ahead.load_next(shared.ring + stage * STAGE_BYTES);
     cp_async_commit();
   }
   int stage = 0;
-  for (int num_done = 0;; ++num_done) {
+  for (int num_done = 0;;) {
     for (int tile = 0; tile < segment.num_tiles; ++tile) {
       cp_async_wait<STAGES - 2>();
       __syncwarp();  // what other lanes copied is there, and all have read the stage before
@@ -79,17 +78,12 @@ __device__ __forceinline__ void decode(const Inputs& in, const Work& work, const
       }
       stage = stage == STAGES - 1 ? 0 : stage + 1;
     }
-    const bool is_last = num_done == work.num_rest;
-    const Bundle next_bundle = bundle_of(next.kv_head, next.part, in.group_size);
-    typename WarpState<scalar_t>::Queries queries;
-    if (!is_last) queries = state.queries_of(in, next.seq, next_bundle);
     state.put(shared.states, bundle.num_heads);
     finish_segment(segment, bundle, shared.states, partials, outputs);
-    if (is_last) return;
-    segment = next;
-    bundle = next_bundle;
-    if (num_done + 1 < work.num_rest) next = load_record(work.rest + num_done + 1);
+    if (num_done == work.num_rest) return;
+    segment = load_record(work.rest + num_done++);
+    bundle = bundle_of(segment.kv_head, segment.part, in.group_size);
     __syncthreads();  // the states have been read
-    state.begin(in, queries, shared.queries);
+    state.begin(in, segment.seq, bundle, shared.queries);
   }
 }

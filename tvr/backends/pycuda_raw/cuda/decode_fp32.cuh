@@ -13,32 +13,21 @@ struct WarpState<float> {
   static constexpr int QUERY_BYTES = HEADS * HEAD_DIM * static_cast<int>(sizeof(float));
   static constexpr int LANE_QUADS = (QUADS + WARP - 1) / WARP;  // of O
 
-  // Where they are: they are loaded when a segment begins, to shared memory.
-  struct Queries {
-    int64_t first;  // number of the first head's first channel
-    int num_heads;
-  };
-
   const float* q;  // [HEADS, HEAD_DIM] in shared memory; heads past the bundle's are zeros
   Pack<float> o[HEADS][LANE_QUADS];
   float max[HEADS];
   float sum[HEADS];  // of the weights of this lane's tokens
 
-  __device__ __forceinline__ static Queries queries_of(const Inputs& in, int seq,
-                                                       const Bundle& bundle) {
-    return {seq * in.q_seq_stride + bundle.first_head * in.q_head_stride, bundle.num_heads};
-  }
-
-  // Begins a segment, with its queries.
-  __device__ __forceinline__ void begin(const Inputs& in, const Queries& queries, float* shared) {
+  __device__ __forceinline__ void begin(const Inputs& in, int seq, const Bundle& bundle,
+                                        float* queries) {
     // The block has left the last segment behind: nobody reads its queries any more.
     for (int i = threadIdx.x; i < HEADS * HEAD_DIM; i += THREADS) {
       const int head = i / HEAD_DIM;
-      const int64_t at = queries.first + head * in.q_head_stride + i % HEAD_DIM;
-      shared[i] = head < queries.num_heads ? to_float(in.q[at]) : 0.0f;
+      const int64_t row = seq * in.q_seq_stride + (bundle.first_head + head) * in.q_head_stride;
+      queries[i] = head < bundle.num_heads ? to_float(in.q[row + i % HEAD_DIM]) : 0.0f;
     }
     __syncthreads();
-    q = shared;
+    q = queries;
 #pragma unroll
     for (int head = 0; head < HEADS; ++head) {
       for (int i = 0; i < LANE_QUADS; ++i) o[head][i] = {{0.0f, 0.0f, 0.0f, 0.0f}};

@@ -19,19 +19,12 @@ template <typename T>
 struct WarpState {
   static constexpr int QUERY_BYTES = 0;  // queries stay in registers
 
-  // Q^T as operand b; heads past the bundle's are zeros.
-  struct Queries {
-    uint32_t pairs[GROUP_TILES][K_STEPS][2];
-  };
+  uint32_t q[GROUP_TILES][K_STEPS][2];  // Q^T as operand b; heads past the bundle's are zeros
+  float o[GROUP_TILES][K_STEPS][4];     // not yet divided by the sum of weights
+  float max[GROUP_TILES][2];            // of the scores so far, the same in all lanes of a head
+  float sum[GROUP_TILES][2];            // of the weights of this lane's tokens
 
-  Queries q;
-  float o[GROUP_TILES][K_STEPS][4];  // not yet divided by the sum of weights
-  float max[GROUP_TILES][2];         // of the scores so far, the same in all lanes of a head
-  float sum[GROUP_TILES][2];         // of the weights of this lane's tokens
-
-  __device__ __forceinline__ static Queries queries_of(const Inputs& in, int seq,
-                                                       const Bundle& bundle) {
-    Queries queries;
+  __device__ __forceinline__ void begin(const Inputs& in, int seq, const Bundle& bundle, float*) {
     const int lane = threadIdx.x % WARP;
     const bool in_pairs = (in.q_seq_stride | in.q_head_stride) % 2 == 0 &&
                           reinterpret_cast<uintptr_t>(in.q) % sizeof(Two<T>) == 0;
@@ -39,24 +32,15 @@ struct WarpState {
     for (int tile = 0; tile < GROUP_TILES; ++tile) {
       const int head = tile * 8 + lane / 4;
       const bool is_head = head < bundle.num_heads;
-      const T* row = in.q + seq * in.q_seq_stride + (bundle.first_head + head) * in.q_head_stride +
-                     lane % 4 * 2;
+      const T* row = in.q + seq * in.q_seq_stride +
+                            (bundle.first_head + head) * in.q_head_stride + lane % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 2 * K_STEPS; ++i) {
         uint32_t two = 0;
         if (is_head && in_pairs) two = *reinterpret_cast<const uint32_t*>(row + i * 8);
         if (is_head && !in_pairs) two = pack_two(row[i * 8], row[i * 8 + 1]);
-        queries.pairs[tile][i / 2][i % 2] = two;
+        q[tile][i / 2][i % 2] = two;
       }
-    }
-    return queries;
-  }
-
-  // Begins a segment, with its queries.
-  __device__ __forceinline__ void begin(const Inputs&, const Queries& queries, float*) {
-    q = queries;
-#pragma unroll
-    for (int tile = 0; tile < GROUP_TILES; ++tile) {
 #pragma unroll
       for (int i = 0; i < K_STEPS; ++i) {
         for (int j = 0; j < 4; ++j) o[tile][i][j] = 0.0f;
@@ -80,7 +64,7 @@ struct WarpState {
       ldmatrix_x4(k, stage + chunk_offset(lane % 16, 2 * step + lane / 16));
 #pragma unroll
       for (int tile = 0; tile < GROUP_TILES; ++tile) {
-        mma_m16n8k16<T>(step % 2 ? others[tile] : scores[tile], k, q.pairs[tile][step]);
+        mma_m16n8k16<T>(step % 2 ? others[tile] : scores[tile], k, q[tile][step]);
       }
     }
     uint32_t weights[GROUP_TILES][2];

@@ -1,10 +1,9 @@
 // out = x @ weight^T (+ bias) for 1 to 8 rows of x: a matrix-vector product as fast as the weight
 // can be read, which is read once for all rows.
 //
-// Grid: any, at most ceil(out_features / 8); a block computes tiles of 8 output features of all
-// rows, one after another.
+// Grid: (ceil(out_features / 8)); a block computes 8 output features of all rows.
 // Block: 32 threads for each of 2 to 16 warps, which share out the columns in chunks of 512 bytes.
-// Shared memory: dynamic, 576 bytes a row of x and 512 more, for each warp.
+// Shared memory: dynamic, 576 bytes a row of x and 256 more, for each warp.
 // Constants: -DDTYPE=bf16 | fp16 | fp32.
 // SMs: 80 and up.
 // Numerics: products summed in fp32 in an order that follows from in_features alone, whatever
@@ -64,110 +63,6 @@ __device__ __forceinline__ void load_chunk(uint4 (&weights)[STEPS], const scalar
   }
 }
 
-// What the kernel is given.
-struct Inputs {
-  const scalar_t* x;
-  const scalar_t* weight;
-  int num_rows;
-  int in_features;
-  int out_features;
-  int64_t x_stride;
-  int64_t weight_stride;
-
-  // The lane's share of a weight row of a tile, from a column on. Lanes past the last weight row
-  // take that row again; nobody stores their sums.
-  __device__ __forceinline__ const scalar_t* weights_at(int tile, int column) const {
-    const int lane = threadIdx.x % WARP;
-    const int row = min(tile * TILE_FEATURES + lane / 4, out_features - 1);
-    return weight + row * weight_stride + column + lane % 4 * PACK;
-  }
-  __device__ __forceinline__ int left_of(int column) const {
-    return in_features - column - threadIdx.x % 4 * PACK;
-  }
-};
-
-// Adds up the warps' sums of a tile in the order of the columns, and writes the results.
-__device__ __forceinline__ void add_up(const float* sums_of_warps, scalar_t bias, void* out,
-                                       int64_t place, int out_dtype) {
-  const int num_warps = blockDim.x / WARP;
-  float sum = 0.f;
-#pragma unroll
-  for (int w = 0; w < MAX_WARPS; ++w) {
-    if (w < num_warps) sum += sums_of_warps[w * TILE + threadIdx.x];
-  }
-  sum += to_float(bias);
-  if (out_dtype == 0) static_cast<float*>(out)[place] = sum;
-  if (out_dtype == 1) static_cast<fp16*>(out)[place] = from_float<fp16>(sum);
-  if (out_dtype == 2) static_cast<bf16*>(out)[place] = from_float<bf16>(sum);
-}
-
-// Works off the tiles of a block. With PACKED all loads of a chunk are on their way before anything
-// waits, and the next chunk's before a tile's sums are added up. Weights are no kernel's results:
-// the first ones come while the kernel in front still runs.
-template <bool PACKED>
-__device__ __forceinline__ void multiply(const Inputs& in, const scalar_t* bias, void* out,
-                                         int out_dtype, unsigned char* shared) {
-  const int num_warps = blockDim.x / WARP;
-  const int stride = num_warps * CHUNK;
-  const int first = threadIdx.x / WARP * CHUNK;  // column of the warp's first chunk
-  unsigned char* x_chunk = shared + threadIdx.x / WARP * in.num_rows * X_ROW_BYTES;
-  float* sums_of_warps = reinterpret_cast<float*>(shared + num_warps * in.num_rows * X_ROW_BYTES);
-  uint4 weights[STEPS];
-  if (PACKED) load_chunk(weights, in.weights_at(blockIdx.x, first), in.left_of(first));
-  wait_for_inputs();
-#pragma unroll 1
-  for (int tile = blockIdx.x; tile * TILE_FEATURES < in.out_features; tile += gridDim.x) {
-    Sums<scalar_t> sums;
-#pragma unroll 1
-    for (int start = first; start < in.in_features; start += stride) {
-      // With one chunk a warp, x stays from the first tile on.
-      if (tile == blockIdx.x || stride < in.in_features) {
-        const int column = start + threadIdx.x % WARP * PACK;
-        copy_x<PACKED>(x_chunk + threadIdx.x % WARP * 16, in.x + column, in.x_stride, in.num_rows,
-                       in.in_features - column);
-        cp_async_commit();
-        cp_async_wait<0>();
-        __syncwarp();  // every lane's part of x is there
-      }
-      if (PACKED) {
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-          sums.add(weights[step], x_chunk + step * STEP_BYTES, in.num_rows);
-        }
-        const bool ends_tile = start + stride >= in.in_features;
-        const int next_tile = ends_tile ? tile + gridDim.x : tile;
-        const int next = ends_tile ? first : start + stride;
-        if (next_tile * TILE_FEATURES < in.out_features) {
-          load_chunk(weights, in.weights_at(next_tile, next), in.left_of(next));
-        }
-      } else {
-#pragma unroll 1  // any width and stride will do, but slowly
-        for (int step = 0; step < STEPS; ++step) {
-          const int column = start + step * STEP;
-          sums.add(load_singly(in.weights_at(tile, column), in.left_of(column)),
-                   x_chunk + step * STEP_BYTES, in.num_rows);
-        }
-      }
-      __syncwarp();  // x was read by all lanes before the next chunk takes its place
-    }
-
-    const int row = threadIdx.x / TILE_FEATURES;
-    const int feature = tile * TILE_FEATURES + threadIdx.x % TILE_FEATURES;
-    const bool stores = row < in.num_rows && feature < in.out_features;
-    // On its way while the other warps finish.
-    const scalar_t bias_of_feature =
-        stores && bias != nullptr ? bias[feature] : from_float<scalar_t>(0.f);
-    // Every other tile's sums have another place: the ones before may still be read.
-    float* sums_of_tile = sums_of_warps + ((tile / gridDim.x) & 1) * num_warps * TILE;
-    sums.store(sums_of_tile + threadIdx.x / WARP * TILE);
-    __syncthreads();
-    if (stores) {
-      add_up(sums_of_tile, bias_of_feature, out,
-             static_cast<int64_t>(row) * in.out_features + feature, out_dtype);
-    }
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP, MIN_BLOCKS)
     KERNEL_NAME(linear)(const scalar_t* x,       // [num_rows, in_features]
                         const scalar_t* weight,  // [out_features, in_features]
@@ -177,12 +72,76 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP, MIN_BLOCKS)
                         int64_t weight_stride,
                         int packed,       // all rows of x and weight are whole packs of 16 bytes
                         int out_dtype) {  // 0 fp32, 1 fp16, 2 bf16
-  DYNAMIC_SHARED(shared);                 // x of each warp, then twice the sums of each warp
+  DYNAMIC_SHARED(shared);             // x of each warp, then the sums of each warp
   let_next_start();
-  const Inputs in = {x, weight, num_rows, in_features, out_features, x_stride, weight_stride};
+  const int warp = threadIdx.x / WARP;
+  const int lane = threadIdx.x % WARP;
+  const int num_warps = blockDim.x / WARP;
+  const int first_feature = blockIdx.x * TILE_FEATURES;
+  const int x_bytes = num_rows * X_ROW_BYTES;  // of a warp
+  unsigned char* x_chunk = shared + warp * x_bytes;
+
+  // Lanes past the last weight row take that row again; nobody stores their sums.
+  const int weight_row = min(first_feature + lane / 4, out_features - 1);
+  weight += weight_row * weight_stride + warp * CHUNK + lane % 4 * PACK;
+  x += warp * CHUNK + lane * PACK;
+  const int stride = num_warps * CHUNK;
+  int left = in_features - warp * CHUNK;  // columns from the warp's chunk on
+  Sums<scalar_t> sums;
   if (packed) {
-    multiply<true>(in, bias, out, out_dtype, shared);
+    // All loads of a chunk are on their way before anything waits. The weights take longest and
+    // are no kernel's results: the first ones come while the kernel before this one still runs.
+    uint4 weights[STEPS];
+    load_chunk(weights, weight, left - lane % 4 * PACK);
+    wait_for_inputs();
+    for (; left > 0; x += stride) {
+      copy_x<true>(x_chunk + lane * 16, x, x_stride, num_rows, left - lane * PACK);
+      cp_async_commit();
+      cp_async_wait<0>();
+      __syncwarp();  // every lane's part of x is there
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        sums.add(weights[step], x_chunk + step * STEP_BYTES, num_rows);
+      }
+      left -= stride;
+      weight += stride;
+      if (left > 0) load_chunk(weights, weight, left - lane % 4 * PACK);
+      __syncwarp();  // x was read by all lanes before the next chunk takes its place
+    }
   } else {
-    multiply<false>(in, bias, out, out_dtype, shared);
+    wait_for_inputs();
+    for (; left > 0; left -= stride, x += stride, weight += stride) {
+      copy_x<false>(x_chunk + lane * 16, x, x_stride, num_rows, left - lane * PACK);
+      __syncwarp();
+#pragma unroll 1  // any width and stride will do, but slowly
+      for (int step = 0; step < STEPS; ++step) {
+        const int of_lane = left - lane % 4 * PACK - step * STEP;
+        sums.add(load_singly(weight + step * STEP, of_lane), x_chunk + step * STEP_BYTES, num_rows);
+      }
+      __syncwarp();
+    }
   }
+
+  const int row = threadIdx.x / TILE_FEATURES;
+  const int feature = first_feature + threadIdx.x % TILE_FEATURES;
+  const bool stores = row < num_rows && feature < out_features;
+  // On its way while the other warps finish.
+  const scalar_t bias_of_feature =
+      stores && bias != nullptr ? bias[feature] : from_float<scalar_t>(0.f);
+
+  float* sums_of_warps = reinterpret_cast<float*>(shared + num_warps * x_bytes);
+  sums.store(sums_of_warps + warp * TILE);
+  __syncthreads();
+  if (!stores) return;
+
+  float sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < MAX_WARPS; ++w) {
+    if (w < num_warps) sum += sums_of_warps[w * TILE + threadIdx.x];
+  }
+  sum += to_float(bias_of_feature);
+  const int64_t i = static_cast<int64_t>(row) * out_features + feature;
+  if (out_dtype == 0) static_cast<float*>(out)[i] = sum;
+  if (out_dtype == 1) static_cast<fp16*>(out)[i] = from_float<fp16>(sum);
+  if (out_dtype == 2) static_cast<bf16*>(out)[i] = from_float<bf16>(sum);
 }
