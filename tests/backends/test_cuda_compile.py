@@ -15,12 +15,7 @@ from pathlib import Path
 import pytest
 
 from support.fake_nvcc import fake_nvcc, ptxas_log, runs
-from tvr.backends.pycuda_raw.cache import (
-    KernelCache,
-    configured_cache_dir,
-    configured_pdl,
-    default_cache_dir,
-)
+from tvr.backends.pycuda_raw.cache import KernelCache, configured_cache_dir, default_cache_dir
 from tvr.backends.pycuda_raw.compile import Compiler
 from tvr.backends.pycuda_raw.nvcc import find_nvcc
 from tvr.backends.pycuda_raw.variants import KernelVariant
@@ -325,7 +320,7 @@ def test_the_cache_is_where_xdg_says(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cachedir": "x"}, "has cachedir; allowed: cache_dir, pdl"),
+        ({"cachedir": "x"}, "has cachedir; allowed: cache_dir"),
         ({"cache_dir": 5}, "cache_dir is 5; it must be a path"),
         ({"cache_dir": ""}, "cache_dir is ''; it must be a path"),
         ({"cache_dir": "~nobody-here/x"}, "cache_dir is '~nobody-here/x', and there is no such"),
@@ -334,13 +329,6 @@ def test_the_cache_is_where_xdg_says(tmp_path, monkeypatch):
 def test_wrong_options_are_refused_by_name(options, message):
     with pytest.raises(ConfigError, match=re.escape(f"[options.pycuda] {message}")):
         configured_cache_dir(options)
-
-
-def test_kernels_may_start_early_unless_pdl_is_false():
-    assert configured_pdl({})
-    assert not configured_pdl({"pdl": False})
-    with pytest.raises(ConfigError, match=re.escape("pdl is 0; it must be true or false")):
-        configured_pdl({"pdl": 0})
 
 
 def test_clean_removes_its_own_files_and_no_other(tmp_path, sources):

@@ -37,8 +37,6 @@ SAID = {
     "MISALIGNED_ONCE": "load_16_once: misaligned address",
     "MATRIX_ELSEWHERE": "ldmatrix: .* is not in shared memory",
     "PAST_SHARED": "byte .* of (its )?256 of dynamic shared memory",
-    "NEVER_WAITED": "ends without wait_for_inputs",
-    "ONE_NEVER_WAITED": r"thread \(63, 0, 0\): ends without wait_for_inputs",
     "NULL_POINTER": "signal 11 at address|in none of the tensors",
 }
 #: What is only seen where every access is checked.
@@ -50,9 +48,6 @@ SAID_IF_CHECKED = {
     "PAST_ARRAY": r"faults.cu:\d+: an index outside of its array",
     "OVERFLOW": r"faults.cu:\d+: a product that overflows",
     "PAST_TENSOR": r"thread \(63, 0, 0\): reads 4 bytes at .*, in none of the tensors",
-    "READ_TOO_EARLY": "reads a tensor before wait_for_inputs",
-    "WRITTEN_TOO_EARLY": "writes a tensor before wait_for_inputs",
-    "COPIED_TOO_EARLY": "reads a tensor before wait_for_inputs",
     "UNWRITTEN": r"reads byte \d+ of shared memory, which nothing wrote",
 }
 #: What is seen in the result.

@@ -16,16 +16,14 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-#: `run(gpu)` launches a kernel of ours on `gpu` and checks what it wrote. PDL is put in front.
+#: `add(gpu)` launches a kernel of ours on `gpu` and checks what it wrote.
 PRELUDE = """
 import torch
-from functools import partial
-from tvr.backends.pycuda_raw import device
+from tvr.backends.pycuda_raw.device import open_gpu
 from tvr.backends.pycuda_raw.activation import bind_silu_mul
 from tvr.contract import SiluMulSpec
 
 SPEC = SiluMulSpec(dtype="float32", intermediate_size=8)
-open_gpu = partial(device.open_gpu, pdl=PDL)
 
 def run(gpu):
     bound = bind_silu_mul(SPEC, gpu)
@@ -36,12 +34,6 @@ def run(gpu):
     gpu.stream.synchronize()
     torch.testing.assert_close(out, torch.full_like(out, 0.7310586))
 """
-
-
-@pytest.fixture(params=[True, False], ids=["pdl", "by_pycuda"])
-def prelude(request: pytest.FixtureRequest) -> str:
-    """Return the prelude for kernels that may start early, and for those that PyCUDA launches."""
-    return f"PDL = {request.param}\n{PRELUDE}"
 
 
 def succeed(code: str) -> None:
@@ -68,13 +60,13 @@ def succeed(code: str) -> None:
         "import tvr; from tvr import LLM",
     ],
 )
-def test_every_order_of_imports_ends_with_exit_code_0(first, prelude):
-    succeed(f"{first}\n{prelude}\nrun(open_gpu(0))")
+def test_every_order_of_imports_ends_with_exit_code_0(first):
+    succeed(f"{first}\n{PRELUDE}\nrun(open_gpu(0))")
 
 
-def test_threads_start_launch_and_end(prelude):
+def test_threads_start_launch_and_end():
     succeed(
-        prelude
+        PRELUDE
         + """
 import threading
 errors = []
@@ -95,9 +87,9 @@ run(open_gpu(0))
     )
 
 
-def test_a_device_opened_by_a_thread_that_ended_serves_others(prelude):
+def test_a_device_opened_by_a_thread_that_ended_serves_others():
     succeed(
-        prelude
+        PRELUDE
         + """
 import threading
 thread = threading.Thread(target=lambda: run(open_gpu(0)))
@@ -108,13 +100,13 @@ run(open_gpu(0))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_devices_take_turns_in_one_thread(prelude):
-    succeed(prelude + "for index in (0, 1, 0, 1, 1, 0): run(open_gpu(index))")
+def test_two_devices_take_turns_in_one_thread():
+    succeed(PRELUDE + "for index in (0, 1, 0, 1, 1, 0): run(open_gpu(index))")
 
 
-def test_an_exception_after_a_launch_ends_the_process_as_always(prelude):
+def test_an_exception_after_a_launch_ends_the_process_as_always():
     done = subprocess.run(
-        [sys.executable, "-c", prelude + "run(open_gpu(0)); raise SystemExit(3)"],
+        [sys.executable, "-c", PRELUDE + "run(open_gpu(0)); raise SystemExit(3)"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -123,9 +115,9 @@ def test_an_exception_after_a_launch_ends_the_process_as_always(prelude):
     assert (done.returncode, done.stderr) == (3, "")
 
 
-def test_a_captured_launch_is_replayed_on_new_values(prelude):
+def test_a_captured_launch_is_replayed_on_new_values():
     succeed(
-        prelude
+        PRELUDE
         + """
 gpu = open_gpu(0)
 bound = bind_silu_mul(SPEC, gpu)
@@ -145,9 +137,9 @@ torch.testing.assert_close(out, torch.full_like(out, 0.7310586))
     )
 
 
-def test_a_launch_that_the_driver_refuses_is_an_error_at_the_call(prelude):
+def test_a_launch_that_the_driver_refuses_is_an_error_at_the_call():
     succeed(
-        prelude
+        PRELUDE
         + """
 from tvr.errors import KernelError
 from tvr.backends.pycuda_raw.launch import Kernel
@@ -164,34 +156,5 @@ except KernelError as error:
     assert str(error).startswith("silu_mul_fp32: launch of 1 x 1 x 1 blocks of 2048 threads")
 else:
     raise AssertionError("2048 threads were launched")
-"""
-    )
-
-
-def test_both_ways_of_launching_give_the_same_bits():
-    succeed(
-        """
-import torch
-from tvr.backends.pycuda_raw.device import open_gpu
-from tvr.backends.pycuda_raw.linear import bind_linear
-from tvr.contract import LinearSpec
-
-spec = LinearSpec(dtype="bfloat16", in_features=2048, out_features=2048, max_rows=8)
-found = {}
-for pdl in (True, False):
-    gpu = open_gpu(0, pdl=pdl)
-    assert gpu.pdl == (pdl and gpu.sm >= 90)
-    bound = bind_linear(spec, gpu)
-    with torch.cuda.stream(gpu.stream):
-        draw = torch.Generator("cuda").manual_seed(0)
-        own = {"device": "cuda", "dtype": torch.bfloat16}
-        weights = [torch.randn(2048, 2048, generator=draw, **own) / 45 for _ in range(40)]
-        x = torch.randn(3, 2048, generator=draw, **own)
-        torch.cuda.synchronize()
-        for weight in weights:  # each reads what the one before it writes
-            x = bound.run(x, (weight, None), out=torch.empty_like(x))
-    gpu.stream.synchronize()
-    found[pdl] = x
-assert torch.equal(found[True], found[False])
 """
     )

@@ -15,7 +15,7 @@ from tvr.backends.pycuda_raw.scratch import remove_left
 from tvr.errors import ConfigError
 
 #: The keys of `[options.pycuda]`.
-OPTIONS = ("cache_dir", "pdl")
+OPTIONS = ("cache_dir",)
 
 _FILE = re.compile(r"(?P<symbol>\w+)-(?P<arch>sm_\d+a?)-(?P<key>[0-9a-f]{16})\.(?:cubin|json)")
 
@@ -86,18 +86,6 @@ def configured_cache_dir(options: Mapping[str, object]) -> Path | None:
             f"[options.pycuda] cache_dir is {folder!r}, and there is no such home folder; name "
             "the folder in full"
         ) from error
-
-
-def configured_pdl(options: Mapping[str, object]) -> bool:
-    """Return `pdl` of `[options.pycuda]`: may kernels start early where the GPU lets them?
-
-    Raises:
-        ConfigError: it is neither true nor false.
-    """
-    pdl = options.get("pdl", True)
-    if not isinstance(pdl, bool):
-        raise ConfigError(f"[options.pycuda] pdl is {pdl!r}; it must be true or false")
-    return pdl
 
 
 class KernelCache:

@@ -4,9 +4,6 @@ PyCUDA's `Stream` cannot take over a stream of torch's, so it is the other way r
 the stream and torch borrows it (`torch.cuda.ExternalStream`). It does not block on the legacy
 default stream, as a graph capture requires.
 
-Where GPU and driver let a kernel start before the one in front has ended, kernels are launched
-through `driver.py`, else by PyCUDA.
-
 PyCUDA keeps a stack of contexts for each thread and aborts the process if a thread ends with one
 on it. So the primary context, the one torch uses, is pushed only around what PyCUDA needs it for,
 and popped at once; launches run on the context that torch has made current.
@@ -24,7 +21,6 @@ from typing import Any
 
 import torch
 
-from tvr.backends.pycuda_raw import driver
 from tvr.backends.pycuda_raw.compile import compile_variant
 from tvr.backends.pycuda_raw.launch import Dim3, RawKernel
 from tvr.backends.pycuda_raw.variants import KernelVariant
@@ -33,31 +29,25 @@ from tvr.errors import KernelError
 _OPENING = Lock()  # two engines that start at once must get one and the same stream
 
 
-def open_gpu(index: int, cache_dir: Path | None = None, *, pdl: bool = True) -> CudaGpu:
-    """Return the process's one `CudaGpu` of a device and these options, made at the first call."""
+def open_gpu(index: int, cache_dir: Path | None = None) -> CudaGpu:
+    """Return the process's one `CudaGpu` of a device and a cache, made at the first call."""
     with _OPENING:
-        return _open(index, cache_dir, pdl)
+        return _open(index, cache_dir)
 
 
 @cache
-def _open(index: int, cache_dir: Path | None, pdl: bool) -> CudaGpu:
-    return CudaGpu(index, cache_dir, pdl=pdl)
+def _open(index: int, cache_dir: Path | None) -> CudaGpu:
+    return CudaGpu(index, cache_dir)
 
 
 class CudaGpu:
-    """A `launch.Gpu` whose kernels are launched on a stream of its own.
-
-    Args:
-        index: of the device.
-        cache_dir: of compiled kernels; None: the default.
-        pdl: let kernels start before the one in front has ended, where that is possible.
+    """A `launch.Gpu` whose kernels are launched by PyCUDA on a stream of its own.
 
     Attributes:
         stream: that stream as torch has it.
-        pdl: whether kernels start early.
     """
 
-    def __init__(self, index: int, cache_dir: Path | None, *, pdl: bool) -> None:
+    def __init__(self, index: int, cache_dir: Path | None) -> None:
         import pycuda.driver as cuda
 
         # Torch first: it makes the primary context as it wants it.
@@ -80,13 +70,10 @@ class CudaGpu:
         self.stream = torch.cuda.ExternalStream(  # type: ignore[no-untyped-call]
             self._stream.handle, device=self.name
         )
-        can_overlap = self.sm >= driver.MIN_SM and cuda.get_driver_version() >= driver.MIN_VERSION
-        self.pdl = pdl and can_overlap
-        self._driver = driver.Driver() if self.pdl else None
         self._kernels: dict[tuple[KernelVariant, int], RawKernel] = {}
 
     def load(self, variant: KernelVariant, params: str, shared_bytes: int) -> RawKernel:
-        """Return a kernel, compiled if need be.
+        """Return a kernel, compiled if need be; `params` is not needed by PyCUDA.
 
         Raises:
             CompileError: the source does not compile.
@@ -95,31 +82,24 @@ class CudaGpu:
         key = (variant, shared_bytes)
         if key not in self._kernels:
             cubin = compile_variant(variant, self.sm, cache_dir=self._cache_dir)
-            self._kernels[key] = self._load(cubin, variant.symbol, params, shared_bytes)
+            self._kernels[key] = self._load(cubin, variant.symbol, shared_bytes)
         return self._kernels[key]
 
-    def _load(self, cubin: Path, symbol: str, params: str, shared_bytes: int) -> RawKernel:
+    def _load(self, cubin: Path, symbol: str, shared_bytes: int) -> RawKernel:
         """Return the kernel of a compiled module, on this device's stream."""
+        attribute = self._cuda.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES
         try:
             with self._current():
-                if self._driver is None:
-                    return self._load_by_pycuda(cubin, symbol, shared_bytes)
-                return self._driver.load(
-                    cubin.read_bytes(), symbol, params, shared_bytes, self._stream.handle
-                )
-        except (self._cuda.Error, KernelError) as error:
+                module = _immortal(self._cuda.module_from_file(str(cubin)))
+                function = module.get_function(symbol)
+                # Also makes the driver load the code now: at the first launch it would be too
+                # late if that launch is being captured.
+                function.set_attribute(attribute, shared_bytes)
+        except self._cuda.Error as error:
             raise KernelError(
                 f"{symbol} was compiled, and the driver of {self.name} refuses {cubin}: {error}; "
                 "is the driver older than nvcc, or the GPU another?"
             ) from error
-
-    def _load_by_pycuda(self, cubin: Path, symbol: str, shared_bytes: int) -> RawKernel:
-        attribute = self._cuda.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES
-        module = _immortal(self._cuda.module_from_file(str(cubin)))
-        function = module.get_function(symbol)
-        # Also makes the driver load the code now: at the first launch it would be too late if that
-        # launch is being captured.
-        function.set_attribute(attribute, shared_bytes)
         # What PyCUDA's own prepared calls end in; they would pack the parameters once more.
         launch_on, stream = function._launch_kernel, self._stream
 

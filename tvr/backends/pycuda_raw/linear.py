@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 _MOST_ROWS, _TILE_FEATURES = 8, 8  # of a block, as in the source
 _PACKS_OF_CHUNK = 32  # of 16 bytes, of a weight row: what a warp takes at a time
-#: Shared memory of a warp: its sums, and a chunk of each row of x.
-_SUMS_BYTES, _X_ROW_BYTES = 4 * _MOST_ROWS * _TILE_FEATURES, 576
+#: Shared memory of a warp: a chunk of each row of x, and the sums.
+_WARP_BYTES = _MOST_ROWS * (576 + 4 * _TILE_FEATURES)
 _LEAST_WARPS, _MOST_WARPS = 2, 16
 _WARP = 32
 _PACK_BYTES = 16
@@ -43,19 +43,13 @@ def bind_linear(spec: LinearSpec, gpu: Gpu) -> BoundOp:
     num_chunks = -(-spec.in_features // (_PACKS_OF_CHUNK * per_pack))
     num_warps = min(max(num_chunks, _LEAST_WARPS), _MOST_WARPS)
     num_blocks = -(-spec.out_features // _TILE_FEATURES)
-
-    def kernel_for(most_rows: int) -> Kernel:
-        return Kernel(
-            gpu,
-            KernelVariant(source="linear", dtype=spec.dtype),
-            linear_params(spec.dtype, out_dtype),
-            block=_WARP * num_warps,
-            shared_bytes=num_warps * (_SUMS_BYTES + most_rows * _X_ROW_BYTES),
-        )
-
-    # One row takes so little shared memory that its blocks find room, and load weights, where
-    # those of attention still run.
-    one_row, more_rows = kernel_for(1), kernel_for(_MOST_ROWS)
+    kernel = Kernel(
+        gpu,
+        KernelVariant(source="linear", dtype=spec.dtype),
+        linear_params(spec.dtype, out_dtype),
+        block=_WARP * num_warps,
+        shared_bytes=_WARP_BYTES * num_warps,
+    )
     out_code = DTYPES.index(out_dtype)  # 0 fp32, 1 fp16, 2 bf16, as in the source
 
     def run(x: Tensor, packed: tuple[Tensor, Tensor | None], *, out: Tensor) -> Tensor:
@@ -70,7 +64,6 @@ def bind_linear(spec: LinearSpec, gpu: Gpu) -> BoundOp:
             all(size % per_pack == 0 for size in (spec.in_features, x.stride(0), weight.stride(0)))
             and not (x.data_ptr() | weight.data_ptr()) % _PACK_BYTES
         )
-        kernel = one_row if len(x) == 1 else more_rows
         kernel(
             (num_blocks if len(x) else 0,),
             x,

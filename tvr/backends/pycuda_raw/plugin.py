@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tvr.backends.pycuda_raw.cache import configured_cache_dir, configured_pdl
+from tvr.backends.pycuda_raw.cache import configured_cache_dir
 from tvr.backends.pycuda_raw.variants import MIN_SM
 from tvr.contract import (
     DTYPES,
@@ -106,7 +106,6 @@ class PycudaBackend:
     def __init__(self) -> None:
         self._info = backend_info()
         self._cache_dir: Path | None = None
-        self._pdl = True
 
     @hookimpl
     def tvr_backend_info(self) -> BackendInfo:
@@ -114,8 +113,7 @@ class PycudaBackend:
 
     @hookimpl
     def tvr_configured(self, config: Mapping[str, Any]) -> None:
-        options = config["options"].get("pycuda", {})
-        self._cache_dir, self._pdl = configured_cache_dir(options), configured_pdl(options)
+        self._cache_dir = configured_cache_dir(config["options"].get("pycuda", {}))
 
     @hookimpl
     def tvr_probe(self, device: DeviceFacts) -> list[str]:
@@ -131,7 +129,7 @@ class PycudaBackend:
         from tvr.backends.pycuda_raw.device import open_gpu
 
         assert device.index is not None, "core gives CUDA devices with their index"
-        return open_gpu(device.index, self._cache_dir, pdl=self._pdl)
+        return open_gpu(device.index, self._cache_dir)
 
     def _bind(self, spec: OpSpec, device: DeviceFacts) -> BoundOp | None:
         if why_not(self._info, spec, device):

@@ -34,7 +34,6 @@ struct Thread {
   std::vector<Copy> copies;
   size_t num_copied;
   int num_groups;
-  bool has_waited;  // for the kernels before this one
 };
 
 struct Wait {
@@ -170,14 +169,11 @@ int barrier(int value) {
   return block.sums[epoch % 2];
 }
 
-void wait_for_inputs() { block.threads[block.current].has_waited = true; }
-
 inline void (*invoke_kernel)();
 
 // Where every thread begins and ends.
 inline void thread_main() {
   invoke_kernel();
-  if (!block.threads[block.current].has_waited) fail("ends without wait_for_inputs");
   Warp& warp = own_warp();
   warp.live &= ~(1u << own_lane());
   --block.num_live;
@@ -201,7 +197,6 @@ inline void begin_threads(dim3 size, unsigned char* stacks, size_t stack_bytes) 
     thread.copies.clear();
     thread.num_copied = 0;
     thread.num_groups = 0;
-    thread.has_waited = false;
     unsigned char* top = stacks + (i + 1) * stack_bytes - i % LANES * APART;
     make_fiber(thread.fiber, top, stack_bytes - LANES * APART, thread_main);
   }

@@ -30,9 +30,6 @@ void need_shared(const char* what, const void* pointer, size_t bytes);
 // Waits for all threads of the block that have not returned. Returns the sum of their values.
 int barrier(int value);
 int own_lane();
-// From here on the thread may touch memory that kernels before this one have written.
-void wait_for_inputs();
-uint4 load_early(const void* global);
 void sync_warp(uint32_t mask);
 uint64_t shuffle(const char* what, uint32_t mask, uint64_t value, int source);
 uint32_t ballot(const char* what, uint32_t mask, bool predicate);

@@ -132,10 +132,8 @@ inline void check_shared_write(Shadow* shadow, size_t offset, size_t bytes) {
   }
 }
 
-// Refuses an access that is wrong. `alignment`: of the type, as far as it is known. `early`: of
-// what no kernel writes.
-inline void check_access(const void* pointer, size_t bytes, bool writes, size_t alignment,
-                         bool early = false) {
+// Refuses an access that is wrong. `alignment`: of the type, as far as it is known.
+inline void check_access(const void* pointer, size_t bytes, bool writes, size_t alignment) {
   if (!block.is_running) return;  // the launch itself reads its arguments
   if (reinterpret_cast<uintptr_t>(pointer) % alignment) {
     fail("misaligned address %p of %zu bytes", pointer, bytes);
@@ -155,9 +153,7 @@ inline void check_access(const void* pointer, size_t bytes, bool writes, size_t 
   }
   if (lies_in(pointer, bytes, {__ehdr_start, _end})) return;
   for (const Span& tensor : tensors) {
-    if (!lies_in(pointer, bytes, tensor)) continue;
-    if (early || block.threads[block.current].has_waited) return;
-    fail("%s a tensor before wait_for_inputs", writes ? "writes" : "reads");
+    if (lies_in(pointer, bytes, tensor)) return;
   }
   fail("%s %zu bytes at %p, in none of the tensors it was given", writes ? "writes" : "reads",
        bytes, pointer);
@@ -170,11 +166,6 @@ void check_read(const void* pointer, size_t bytes) {
 }
 void check_write(void* pointer, size_t bytes) {
   if (is_checked()) check_access(pointer, bytes, true, 1);
-}
-
-uint4 load_early(const void* global) {
-  if (is_checked()) check_access(global, sizeof(uint4), false, 1, true);
-  return *static_cast<const uint4*>(global);
 }
 
 void start_copy(void* shared, const void* global) {

@@ -8,9 +8,6 @@
 
 #define DYNAMIC_SHARED(name) unsigned char* const name = cuda_on_cpu::dynamic_shared
 
-inline void wait_for_inputs() { cuda_on_cpu::wait_for_inputs(); }
-inline void let_next_start() {}
-
 inline uint32_t shared_address(const void* pointer) {
   cuda_on_cpu::need_shared("shared_address", pointer, 1);
   return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) -
@@ -56,11 +53,6 @@ inline float exp2_fast(float x) {
 inline uint4 load_16_once(const void* global) {
   cuda_on_cpu::need_aligned("load_16_once", global, 16);
   return *static_cast<const uint4*>(global);
-}
-
-inline uint4 load_16_early(const void* global) {
-  cuda_on_cpu::need_aligned("load_16_early", global, 16);
-  return cuda_on_cpu::load_early(global);
 }
 
 inline int count_arrival(int* counter, int more) { return atomicAdd(counter, more); }

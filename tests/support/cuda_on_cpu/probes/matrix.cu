@@ -9,7 +9,6 @@ extern "C" __global__ void KERNEL_NAME(matrix)(
     int* __restrict__ held) {        // [tiles, 3, 32, 4]: of ldmatrix, .trans and movmatrix
   __shared__ __align__(16) scalar_t shared_a[16 * 16], shared_b[16 * 8];
   const int lane = threadIdx.x;
-  wait_for_inputs();
   const int64_t tile = blockIdx.x;
   for (int i = lane; i < 256; i += WARP) shared_a[i] = a[tile * 256 + i];
   for (int i = lane; i < 128; i += WARP) shared_b[i] = b[tile * 128 + i];

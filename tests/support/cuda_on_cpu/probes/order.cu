@@ -6,7 +6,6 @@ extern "C" __global__ void order_fp32(int* __restrict__ counter,  // [1]
                                       int* __restrict__ turns,    // [blocks]
                                       int* __restrict__ sums) {   // [blocks]
   __shared__ int parts[96];
-  wait_for_inputs();
   const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   if (threadIdx.x >= 80) return;  // barriers do not wait for these
   parts[threadIdx.x] = threadIdx.x;

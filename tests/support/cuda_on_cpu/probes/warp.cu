@@ -6,7 +6,6 @@ extern "C" __global__ void warp_fp32(const float* __restrict__ in,  // [32]
                                      float* __restrict__ out) {     // [11, 32]
   const unsigned all = 0xffffffffu;
   const int lane = threadIdx.x;
-  wait_for_inputs();
   const float x = in[lane];
   out[lane] = __shfl_sync(all, x, lane * 7 + 3);
   out[32 + lane] = __shfl_sync(all, x, 5, 8);

@@ -22,18 +22,18 @@ __device__ __forceinline__ RowPack rounded_sum(const RowPack& a, const RowPack& 
 // residual and residual_out may be one tensor. A thread reads all it adds before it writes, and no
 // thread reads what another writes.
 template <bool ALIGNED>
-__device__ __forceinline__ void add_norm_row(const scalar_t* x, const scalar_t* residual,
-                                             const scalar_t* weight, scalar_t* out,
+__device__ __forceinline__ void add_norm_row(const scalar_t* __restrict__ x,
+                                             const scalar_t* residual,
+                                             const scalar_t* __restrict__ weight, scalar_t* out,
                                              scalar_t* residual_out, int hidden, float eps,
                                              float* warp_sums) {
   RowPack kept[KEPT];
   RowPack added[KEPT];
   RowPack weights[KEPT];
   // All loads first: none may pass a store that could go to the same place.
-  load_weights<ALIGNED>(weights, weight, hidden);
-  wait_for_inputs();
   load_kept<ALIGNED>(kept, x, hidden);
   load_kept<ALIGNED>(added, residual, hidden);
+  load_kept<ALIGNED>(weights, weight, hidden);
   float sum = 0.0f;
   if constexpr (ALIGNED) {
 #pragma unroll
@@ -52,16 +52,15 @@ __device__ __forceinline__ void add_norm_row(const scalar_t* x, const scalar_t* 
   write_normed<ALIGNED>(kept, weights, residual_out, sum, weight, out, hidden, eps, warp_sums);
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
-    KERNEL_NAME(add_rms_norm)(const scalar_t* x,         // [rows, hidden], stride x_stride
-                              const scalar_t* residual,  // [rows, hidden], stride residual_stride
-                              const scalar_t* weight,    // [hidden]
-                              scalar_t* out,             // [rows, hidden], stride out_stride
-                              scalar_t* residual_out,  // [rows, hidden], stride residual_out_stride
-                              int64_t x_stride, int64_t residual_stride, int64_t out_stride,
-                              int64_t residual_out_stride, int hidden, float eps) {
+extern "C" __global__ void __launch_bounds__(1024) KERNEL_NAME(add_rms_norm)(
+    const scalar_t* __restrict__ x,       // [rows, hidden], stride x_stride
+    const scalar_t* residual,             // [rows, hidden], stride residual_stride
+    const scalar_t* __restrict__ weight,  // [hidden]
+    scalar_t* __restrict__ out,           // [rows, hidden], stride out_stride
+    scalar_t* residual_out,               // [rows, hidden], stride residual_out_stride
+    int64_t x_stride, int64_t residual_stride, int64_t out_stride, int64_t residual_out_stride,
+    int hidden, float eps) {
   __shared__ float warp_sums[MAX_WARPS];
-  let_next_start();
   const bool aligned = is_aligned(x, x_stride, hidden) && is_aligned(residual, residual_stride) &&
                        is_aligned(out, out_stride) &&
                        is_aligned(residual_out, residual_out_stride) && is_aligned(weight);

@@ -44,7 +44,8 @@ __device__ __forceinline__ void consider(Best& best, scalar_t value, int id) {
 }
 
 // The thread's share of columns begin to end.
-__device__ __forceinline__ Key scan(const scalar_t* row, int begin, int end, bool aligned) {
+__device__ __forceinline__ Key scan(const scalar_t* __restrict__ row, int begin, int end,
+                                    bool aligned) {
   Best best;
   int next = begin;
   if (aligned) {  // and so is begin
@@ -77,16 +78,14 @@ __device__ __forceinline__ Key block_max(Key key, Key* warp_keys /* shared [THRE
   return key;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    KERNEL_NAME(argmax)(const scalar_t* logits,  // [rows, vocab], stride row_stride
-                        int64_t* out,            // [rows]
-                        int64_t* partials,       // [rows, parts] keys; not used if parts is 1
-                        int* counters,           // [rows] zeros, and zeros again at the end
-                        int64_t row_stride, int vocab, int part_size) {
+extern "C" __global__ void __launch_bounds__(THREADS) KERNEL_NAME(argmax)(
+    const scalar_t* __restrict__ logits,  // [rows, vocab], stride row_stride
+    int64_t* __restrict__ out,            // [rows]
+    int64_t* partials,                    // [rows, parts] keys; not used if parts is 1
+    int* counters,                        // [rows] zeros, and zeros again at the end
+    int64_t row_stride, int vocab, int part_size) {
   __shared__ Key warp_keys[THREADS / WARP];
   __shared__ bool is_last;
-  let_next_start();
-  wait_for_inputs();
   const int row = blockIdx.x;
   const int part = blockIdx.y;
   const int parts = gridDim.y;

@@ -21,10 +21,10 @@ static_assert(SLICE * CHUNKS % WARP == 0, "every lane copies as many chunks");
 
 // What decode kernels read. Strides are in elements.
 struct Inputs {
-  const scalar_t* q;        // [num_seqs, num_heads, HEAD_DIM]
-  const scalar_t* k_cache;  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
-  const scalar_t* v_cache;  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
-  const int* block_table;   // [num_seqs, max_blocks]
+  const scalar_t* __restrict__ q;        // [num_seqs, num_heads, HEAD_DIM]
+  const scalar_t* __restrict__ k_cache;  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
+  const scalar_t* __restrict__ v_cache;  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
+  const int* __restrict__ block_table;   // [num_seqs, max_blocks]
   int64_t q_seq_stride;
   int64_t q_head_stride;
   int64_t k_block_stride;
@@ -50,7 +50,7 @@ __device__ __forceinline__ Bundle bundle_of(int kv_head, int part, int group_siz
 // A block's segments: the lead, then the rest.
 struct Work {
   Segment lead;
-  const Segment* rest;  // [num_rest]
+  const Segment* __restrict__ rest;  // [num_rest]
   int num_rest;
 };
 

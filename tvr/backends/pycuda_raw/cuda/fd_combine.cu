@@ -11,15 +11,13 @@
 #include "decode.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) KERNEL_NAME(fd_combine)(
-    const int* first_splits,  // [num_seqs + 1] splits of a head of those before
-    float* partial_o,         // [slots, bundle_size, HEAD_DIM]
-    float* partial_scales,    // [slots, bundle_size, 2]
-    scalar_t* out,            // [num_seqs, num_heads, HEAD_DIM]
-    float* lse,               // [num_seqs, num_heads]; may be null
+    const int* __restrict__ first_splits,  // [num_seqs + 1] splits of a head of those before
+    float* partial_o,                      // [slots, bundle_size, HEAD_DIM]
+    float* partial_scales,                 // [slots, bundle_size, 2]
+    scalar_t* out,                         // [num_seqs, num_heads, HEAD_DIM]
+    float* lse,                            // [num_seqs, num_heads]; may be null
     int num_heads, int group_size) {
   DYNAMIC_SHARED(memory);
-  let_next_start();
-  wait_for_inputs();
   const int part = blockIdx.x, kv_head = blockIdx.y, seq = blockIdx.z;
   const int before = first_splits[seq], num_splits = first_splits[seq + 1] - before;
   if (num_splits < 2) return;  // fd_split wrote the result itself

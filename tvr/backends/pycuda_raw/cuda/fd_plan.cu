@@ -61,7 +61,7 @@ __device__ __forceinline__ Scan scan_block(int units, int full) {
 }
 
 struct Plan {
-  const int* seq_lens;               // [num_seqs]
+  const int* __restrict__ seq_lens;  // [num_seqs]
   const int* starts;                 // [num_seqs + 1] units of a head of the sequences before
   const int* ranks;                  // [num_seqs] sequences with keys among those before
   int num_seqs;
@@ -207,17 +207,15 @@ __device__ __forceinline__ void plan_fixed(const Plan& plan, BlockWork* blocks, 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) KERNEL_NAME(fd_plan)(
-    const int* seq_lens,  // [num_seqs]
-    BlockWork* blocks,    // [num_blocks]
-    Segment* segments,    // [num_seqs * num_bundles + num_blocks], or [splits] if they are fixed
-    int* empty_seqs,      // [num_seqs]
-    int* starts,          // [num_seqs + 1]
-    int* ranks,           // [num_seqs]
-    int* counters,        // [2 * num_blocks]; null if splits are fixed
+    const int* __restrict__ seq_lens,  // [num_seqs]
+    BlockWork* blocks,                 // [num_blocks]
+    Segment* segments,  // [num_seqs * num_bundles + num_blocks], or [splits] if they are fixed
+    int* empty_seqs,    // [num_seqs]
+    int* starts,        // [num_seqs + 1]
+    int* ranks,         // [num_seqs]
+    int* counters,      // [2 * num_blocks]; null if splits are fixed
     int num_seqs, int num_bundles, int num_parts, int num_blocks, int tile_tokens, int max_splits,
     int min_split_tiles) {
-  let_next_start();
-  wait_for_inputs();
   Plan plan = {seq_lens,  starts,      ranks,      num_seqs,        num_bundles,
                num_parts, tile_tokens, max_splits, min_split_tiles, 0, 0};
   Sums done = {0, 0, 0};

@@ -40,17 +40,14 @@ __device__ __forceinline__ void write_token(const Heads& k, const Heads& v, scal
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512)
-    KERNEL_NAME(kv_write)(const scalar_t* k,  // [tokens, num_kv_heads, HEAD_DIM]
-                          const scalar_t* v,  // [tokens, num_kv_heads, HEAD_DIM]
-                          scalar_t* k_cache,  // [blocks, num_kv_heads, block_size, HEAD_DIM]
-                          scalar_t* v_cache,  // [blocks, num_kv_heads, block_size, HEAD_DIM]
-                          const int64_t* slot_mapping,  // [tokens]; -1: write nothing
-                          int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride,
-                          int64_t v_head_stride, int64_t k_block_stride, int64_t v_block_stride,
-                          int num_kv_heads, int block_shift) {
-  let_next_start();
-  wait_for_inputs();
+extern "C" __global__ void __launch_bounds__(512) KERNEL_NAME(kv_write)(
+    const scalar_t* __restrict__ k,            // [tokens, num_kv_heads, HEAD_DIM]
+    const scalar_t* __restrict__ v,            // [tokens, num_kv_heads, HEAD_DIM]
+    scalar_t* __restrict__ k_cache,            // [blocks, num_kv_heads, block_size, HEAD_DIM]
+    scalar_t* __restrict__ v_cache,            // [blocks, num_kv_heads, block_size, HEAD_DIM]
+    const int64_t* __restrict__ slot_mapping,  // [tokens]; -1: write nothing
+    int64_t k_token_stride, int64_t k_head_stride, int64_t v_token_stride, int64_t v_head_stride,
+    int64_t k_block_stride, int64_t v_block_stride, int num_kv_heads, int block_shift) {
   const int64_t token = blockIdx.x;
   const int64_t slot = slot_mapping[token];
   if (slot < 0) return;

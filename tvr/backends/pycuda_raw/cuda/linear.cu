@@ -3,7 +3,7 @@
 //
 // Grid: (ceil(out_features / 8)); a block computes 8 output features of all rows.
 // Block: 32 threads for each of 2 to 16 warps, which share out the columns in chunks of 512 bytes.
-// Shared memory: dynamic, 576 bytes a row of x and 256 more, for each warp.
+// Shared memory: dynamic, 4,864 bytes a warp.
 // Constants: -DDTYPE=bf16 | fp16 | fp32.
 // SMs: 80 and up.
 // Numerics: products summed in fp32 in an order that follows from in_features alone, whatever
@@ -25,6 +25,8 @@ constexpr int CHUNK = STEPS * STEP;         // columns a warp takes at a time
 static_assert(CHUNK == WARP * PACK, "a lane copies one pack of each row of x");
 static_assert(STEP * sizeof(scalar_t) == STEP_BYTES, "a step is what the sums take at a time");
 static_assert(STEPS * STEP_BYTES <= X_ROW_BYTES, "a chunk of x is one row there");
+
+constexpr int X_BYTES = MAX_ROWS * X_ROW_BYTES;  // of a warp
 
 // Returns PACK numbers of which `left` are in the row, and zeros for the others.
 __device__ __forceinline__ uint4 load_singly(const scalar_t* from, int left) {
@@ -53,49 +55,40 @@ __device__ __forceinline__ void copy_x(unsigned char* shared, const scalar_t* fr
   }
 }
 
-// Loads this lane's packs of a chunk of a weight row, of which `left` columns are in the row.
-__device__ __forceinline__ void load_chunk(uint4 (&weights)[STEPS], const scalar_t* from,
-                                           int left) {
-#pragma unroll
-  for (int step = 0; step < STEPS; ++step) {
-    weights[step] = make_uint4(0, 0, 0, 0);
-    if (step * STEP < left) weights[step] = load_16_early(from + step * STEP);
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP, MIN_BLOCKS)
-    KERNEL_NAME(linear)(const scalar_t* x,       // [num_rows, in_features]
-                        const scalar_t* weight,  // [out_features, in_features]
-                        const scalar_t* bias,    // [out_features], or null
-                        void* out,               // [num_rows, out_features], contiguous
-                        int num_rows, int in_features, int out_features, int64_t x_stride,
-                        int64_t weight_stride,
-                        int packed,       // all rows of x and weight are whole packs of 16 bytes
-                        int out_dtype) {  // 0 fp32, 1 fp16, 2 bf16
+KERNEL_NAME(linear)(const scalar_t* __restrict__ x,       // [num_rows, in_features]
+                    const scalar_t* __restrict__ weight,  // [out_features, in_features]
+                    const scalar_t* __restrict__ bias,    // [out_features], or null
+                    void* __restrict__ out,               // [num_rows, out_features], contiguous
+                    int num_rows, int in_features, int out_features, int64_t x_stride,
+                    int64_t weight_stride,
+                    int packed,       // all rows of x and weight are whole packs of 16 bytes
+                    int out_dtype) {  // 0 fp32, 1 fp16, 2 bf16
   DYNAMIC_SHARED(shared);             // x of each warp, then the sums of each warp
-  let_next_start();
   const int warp = threadIdx.x / WARP;
   const int lane = threadIdx.x % WARP;
   const int num_warps = blockDim.x / WARP;
   const int first_feature = blockIdx.x * TILE_FEATURES;
-  const int x_bytes = num_rows * X_ROW_BYTES;  // of a warp
-  unsigned char* x_chunk = shared + warp * x_bytes;
+  unsigned char* x_chunk = shared + warp * X_BYTES;
 
   // Lanes past the last weight row take that row again; nobody stores their sums.
   const int weight_row = min(first_feature + lane / 4, out_features - 1);
-  weight += weight_row * weight_stride + warp * CHUNK + lane % 4 * PACK;
-  x += warp * CHUNK + lane * PACK;
-  const int stride = num_warps * CHUNK;
-  int left = in_features - warp * CHUNK;  // columns from the warp's chunk on
+  weight += weight_row * weight_stride + lane % 4 * PACK;
+  x += lane * PACK;
   Sums<scalar_t> sums;
-  if (packed) {
-    // All loads of a chunk are on their way before anything waits. The weights take longest and
-    // are no kernel's results: the first ones come while the kernel before this one still runs.
-    uint4 weights[STEPS];
-    load_chunk(weights, weight, left - lane % 4 * PACK);
-    wait_for_inputs();
-    for (; left > 0; x += stride) {
-      copy_x<true>(x_chunk + lane * 16, x, x_stride, num_rows, left - lane * PACK);
+
+  for (int start = warp * CHUNK; start < in_features; start += num_warps * CHUNK) {
+    const int left = in_features - start - lane % 4 * PACK;  // columns of the weight row
+    const int x_left = in_features - start - lane * PACK;
+    if (packed) {
+      // All loads are on their way before anything waits. The weights take longest and come first.
+      uint4 weights[STEPS];
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        weights[step] = make_uint4(0, 0, 0, 0);
+        if (step * STEP < left) weights[step] = load_16_once(weight + start + step * STEP);
+      }
+      copy_x<true>(x_chunk + lane * 16, x + start, x_stride, num_rows, x_left);
       cp_async_commit();
       cp_async_wait<0>();
       __syncwarp();  // every lane's part of x is there
@@ -103,23 +96,16 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP, MIN_BLOCKS)
       for (int step = 0; step < STEPS; ++step) {
         sums.add(weights[step], x_chunk + step * STEP_BYTES, num_rows);
       }
-      left -= stride;
-      weight += stride;
-      if (left > 0) load_chunk(weights, weight, left - lane % 4 * PACK);
-      __syncwarp();  // x was read by all lanes before the next chunk takes its place
-    }
-  } else {
-    wait_for_inputs();
-    for (; left > 0; left -= stride, x += stride, weight += stride) {
-      copy_x<false>(x_chunk + lane * 16, x, x_stride, num_rows, left - lane * PACK);
+    } else {
+      copy_x<false>(x_chunk + lane * 16, x + start, x_stride, num_rows, x_left);
       __syncwarp();
 #pragma unroll 1  // any width and stride will do, but slowly
       for (int step = 0; step < STEPS; ++step) {
-        const int of_lane = left - lane % 4 * PACK - step * STEP;
-        sums.add(load_singly(weight + step * STEP, of_lane), x_chunk + step * STEP_BYTES, num_rows);
+        const uint4 weights = load_singly(weight + start + step * STEP, left - step * STEP);
+        sums.add(weights, x_chunk + step * STEP_BYTES, num_rows);
       }
-      __syncwarp();
     }
+    __syncwarp();  // x was read by all lanes before the next chunk takes its place
   }
 
   const int row = threadIdx.x / TILE_FEATURES;
@@ -129,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP, MIN_BLOCKS)
   const scalar_t bias_of_feature =
       stores && bias != nullptr ? bias[feature] : from_float<scalar_t>(0.f);
 
-  float* sums_of_warps = reinterpret_cast<float*>(shared + num_warps * x_bytes);
+  float* sums_of_warps = reinterpret_cast<float*>(shared + num_warps * X_BYTES);
   sums.store(sums_of_warps + warp * TILE);
   __syncthreads();
   if (!stores) return;

@@ -6,8 +6,6 @@
 // every bit of the result, does not depend on where a row stands.
 #pragma once
 
-#include <cstring>
-
 #include "rows.cuh"
 
 // Packs of a thread that stay in registers. The rest of longer rows is read again, from L2, and so
@@ -55,22 +53,6 @@ __device__ __forceinline__ void load_kept(RowPack (&kept)[KEPT], const scalar_t*
   }
 }
 
-// The same packs of the weight, which is no kernel's result: they are on their way before
-// wait_for_inputs, as they come from far, while x has just been written.
-template <bool ALIGNED>
-__device__ __forceinline__ void load_weights(RowPack (&weights)[KEPT], const scalar_t* weight,
-                                             int hidden) {
-  if constexpr (ALIGNED) {
-#pragma unroll
-    for (int k = 0; k < KEPT; ++k) {
-      const int column = (threadIdx.x + k * blockDim.x) * WIDE;
-      uint4 bits = make_uint4(0, 0, 0, 0);
-      if (column < hidden) bits = load_16_early(weight + column);
-      memcpy(&weights[k], &bits, sizeof(bits));
-    }
-  }
-}
-
 // The first pack of a thread that it does not keep.
 template <bool ALIGNED>
 __device__ __forceinline__ int first_not_kept() {
@@ -111,8 +93,9 @@ __device__ __forceinline__ RowPack scaled(const RowPack& x, float scale, const R
 template <bool ALIGNED>
 __device__ __forceinline__ void write_normed(const RowPack (&kept)[KEPT],
                                              const RowPack (&weights)[KEPT], const scalar_t* row,
-                                             float sum, const scalar_t* weight, scalar_t* out,
-                                             int hidden, float eps, float* warp_sums) {
+                                             float sum, const scalar_t* __restrict__ weight,
+                                             scalar_t* __restrict__ out, int hidden, float eps,
+                                             float* warp_sums) {
   // Division and root to 2 ulps each: an exact one would put a slow path behind the barrier.
   const float mean = __fdividef(block_sum(sum, warp_sums), static_cast<float>(hidden));
   const float scale = rsqrtf(mean + eps);

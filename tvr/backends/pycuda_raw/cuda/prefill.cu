@@ -53,8 +53,8 @@ __device__ __forceinline__ int stage_offset(int first_key) {
 
 // Starts copying keys first_key and on of K and V to a stage. Each warp has a slice of 16 tokens,
 // which lie in block block_id; keys that the tile does not need become zeros.
-__device__ __forceinline__ void copy_keys(unsigned char* stage, const scalar_t* k,
-                                          const scalar_t* v, int64_t k_block_stride,
+__device__ __forceinline__ void copy_keys(unsigned char* stage, const scalar_t* __restrict__ k,
+                                          const scalar_t* __restrict__ v, int64_t k_block_stride,
                                           int64_t v_block_stride, int block_id, int first_key,
                                           const Work& work, const Steps& steps, bool aligned) {
   const int warp = threadIdx.x / WARP;
@@ -76,7 +76,7 @@ __device__ __forceinline__ void copy_keys(unsigned char* stage, const scalar_t* 
 // last key may be anything and are not looked at.
 __device__ __forceinline__ int block_of_slice(const Work& work, const Steps& steps, int first_key) {
   const int key = first_key + threadIdx.x / WARP % SLICES * SLICE;
-  return key < work.num_keys ? work.blocks[key >> steps.block_shift] : 0;
+  return key < work.num_keys ? __ldg(work.blocks + (key >> steps.block_shift)) : 0;
 }
 
 // Scores of the warp's rows and a tile of keys: S = Q K^T.
@@ -230,21 +230,19 @@ __device__ __forceinline__ void add_values(Rows& rows,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_WARPS* WARP, BLOCKS_PER_SM) KERNEL_NAME(prefill)(
-    const scalar_t* q,        // [num_tokens, num_heads, HEAD_DIM], strided
-    const scalar_t* k_cache,  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
-    const scalar_t* v_cache,  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
-    const int* block_table,   // [num_seqs, table_stride]
-    const int* seq_lens,      // [num_seqs]
-    const int* cu_seqlens_q,  // [num_seqs + 1]
-    scalar_t* out,            // [num_tokens, num_heads, HEAD_DIM]
-    float* lse,               // [num_tokens, num_heads] or null
+extern "C" __global__ void __launch_bounds__(NUM_WARPS * WARP, BLOCKS_PER_SM) KERNEL_NAME(prefill)(
+    const scalar_t* __restrict__ q,        // [num_tokens, num_heads, HEAD_DIM], strided
+    const scalar_t* __restrict__ k_cache,  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
+    const scalar_t* __restrict__ v_cache,  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
+    const int* __restrict__ block_table,   // [num_seqs, table_stride]
+    const int* __restrict__ seq_lens,      // [num_seqs]
+    const int* __restrict__ cu_seqlens_q,  // [num_seqs + 1]
+    scalar_t* __restrict__ out,            // [num_tokens, num_heads, HEAD_DIM]
+    float* __restrict__ lse,               // [num_tokens, num_heads] or null
     int64_t q_token_stride, int64_t q_head_stride, int64_t k_block_stride, int64_t v_block_stride,
     int64_t table_stride, int num_seqs, int num_kv_heads, int group_size, int block_shift,
-    float scale_log2) {  // scale * log2(e)
+    float scale_log2) {                    // scale * log2(e)
   DYNAMIC_SHARED(shared);
-  let_next_start();
-  wait_for_inputs();
   const Steps steps = {block_table, seq_lens,     cu_seqlens_q, table_stride,
                        num_seqs,    num_kv_heads, group_size,   block_shift};
   // In shared memory, since every register is needed in the loop.

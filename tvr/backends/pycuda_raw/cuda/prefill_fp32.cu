@@ -37,10 +37,10 @@ __device__ __forceinline__ const float4& chunk_of(const float* tile, int row, in
 
 // Copies a tile of keys or values; those that the tile of rows does not need become zeros and are
 // not read: they may hold NaN, of which 0 * NaN would be left in the sum.
-__device__ __forceinline__ void copy_tile(float* tile, const float* cache, int64_t block_stride,
-                                          int first_key, const Work& work, int block_shift) {
+__device__ __forceinline__ void copy_tile(float* __restrict__ tile, const float* __restrict__ cache,
+                                          int64_t block_stride, int first_key, const Work& work,
+                                          int block_shift) {
   const int block_size = 1 << block_shift;
-#pragma unroll 2  // more would spill at head_dim 128
   for (int i = threadIdx.x; i < TILE_KEYS * HEAD_DIM; i += NUM_THREADS) {
     const int key = first_key + i / HEAD_DIM;
     float value = 0.0f;
@@ -68,20 +68,18 @@ __device__ __forceinline__ float sum_of_row(float x) {
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS) KERNEL_NAME(prefill_fp32)(
-    const float* q,           // [num_tokens, num_heads, HEAD_DIM], strided
-    const float* k_cache,     // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
-    const float* v_cache,     // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
-    const int* block_table,   // [num_seqs, table_stride]
-    const int* seq_lens,      // [num_seqs]
-    const int* cu_seqlens_q,  // [num_seqs + 1]
-    float* out,               // [num_tokens, num_heads, HEAD_DIM]
-    float* lse,               // [num_tokens, num_heads] or null
+    const float* __restrict__ q,           // [num_tokens, num_heads, HEAD_DIM], strided
+    const float* __restrict__ k_cache,     // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
+    const float* __restrict__ v_cache,     // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
+    const int* __restrict__ block_table,   // [num_seqs, table_stride]
+    const int* __restrict__ seq_lens,      // [num_seqs]
+    const int* __restrict__ cu_seqlens_q,  // [num_seqs + 1]
+    float* __restrict__ out,               // [num_tokens, num_heads, HEAD_DIM]
+    float* __restrict__ lse,               // [num_tokens, num_heads] or null
     int64_t q_token_stride, int64_t q_head_stride, int64_t k_block_stride, int64_t v_block_stride,
     int64_t table_stride, int num_seqs, int num_kv_heads, int group_size, int block_shift,
-    float scale_log2) {  // scale * log2(e)
+    float scale_log2) {                    // scale * log2(e)
   DYNAMIC_SHARED(shared);
-  let_next_start();
-  wait_for_inputs();
   float* q_tile = reinterpret_cast<float*>(shared);
   float* kv_tile = q_tile + TILE_ROWS * PADDED;  // keys, then the values of the same tokens
   float* weights = kv_tile + TILE_KEYS * PADDED;

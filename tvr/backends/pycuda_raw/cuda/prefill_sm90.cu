@@ -167,9 +167,10 @@ __device__ __forceinline__ void consume(const unsigned char* q_rows, const unsig
 
 // Normalises and writes the warp's 16 rows, the first of them `first_in_tile`. They go through the
 // place of the queries, which are used up, so as to be written in rows of 16 bytes a lane.
-__device__ __forceinline__ void write_rows(unsigned char* q_tile, const Rows& rows, scalar_t* out,
-                                           float* lse, const Work& work, int group_size,
-                                           int num_heads, int first_in_tile) {
+__device__ __forceinline__ void write_rows(unsigned char* q_tile, const Rows& rows,
+                                           scalar_t* __restrict__ out, float* __restrict__ lse,
+                                           const Work& work, int group_size, int num_heads,
+                                           int first_in_tile) {
   const int lane = threadIdx.x % WARP;
   // Where a row of the tile is in out and lse, in heads.
   auto place = [&](int row) {
@@ -205,20 +206,18 @@ __device__ __forceinline__ void write_rows(unsigned char* q_tile, const Rows& ro
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) KERNEL_NAME(prefill_sm90)(
-    const scalar_t* q,        // [num_tokens, num_heads, HEAD_DIM], strided
-    const scalar_t* k_cache,  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
-    const scalar_t* v_cache,  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
-    const int* block_table,   // [num_seqs, table_stride]
-    const int* seq_lens,      // [num_seqs]
-    const int* cu_seqlens_q,  // [num_seqs + 1]
-    scalar_t* out,            // [num_tokens, num_heads, HEAD_DIM]
-    float* lse,               // [num_tokens, num_heads] or null
+    const scalar_t* __restrict__ q,        // [num_tokens, num_heads, HEAD_DIM], strided
+    const scalar_t* __restrict__ k_cache,  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
+    const scalar_t* __restrict__ v_cache,  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
+    const int* __restrict__ block_table,   // [num_seqs, table_stride]
+    const int* __restrict__ seq_lens,      // [num_seqs]
+    const int* __restrict__ cu_seqlens_q,  // [num_seqs + 1]
+    scalar_t* __restrict__ out,            // [num_tokens, num_heads, HEAD_DIM]
+    float* __restrict__ lse,               // [num_tokens, num_heads] or null
     int64_t q_token_stride, int64_t q_head_stride, int64_t k_block_stride, int64_t v_block_stride,
     int64_t table_stride, int num_seqs, int num_kv_heads, int group_size, int block_shift,
-    float scale_log2) {  // scale * log2(e)
+    float scale_log2) {                    // scale * log2(e)
   DYNAMIC_SHARED(shared);
-  let_next_start();
-  wait_for_inputs();
   __shared__ Barriers barriers;
   __shared__ Work work;
   const Steps steps = {block_table, seq_lens,     cu_seqlens_q, table_stride,

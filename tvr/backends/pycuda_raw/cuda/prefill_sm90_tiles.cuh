@@ -51,7 +51,7 @@ struct Barriers {
 // Starts copying a tile of keys or values. Lane j of each warp brings the id of slice j's block.
 // Rows from num_valid on become zeros, and are not read: they may hold NaN, of which 0 * NaN would
 // be left in the sum.
-__device__ __forceinline__ void copy_tile(unsigned char* tile, const scalar_t* cache,
+__device__ __forceinline__ void copy_tile(unsigned char* tile, const scalar_t* __restrict__ cache,
                                           int64_t block_stride, int block_id, int first_key,
                                           int num_valid, int kv_head, int block_shift) {
   const int thread = threadIdx.x % WARPGROUP;
@@ -74,7 +74,8 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, const scalar_t* c
 
 // The copying warpgroup: brings all tiles of K and V, as stages become free.
 __device__ __forceinline__ void produce(unsigned char* stages, Barriers& barriers,
-                                        const scalar_t* k_cache, const scalar_t* v_cache,
+                                        const scalar_t* __restrict__ k_cache,
+                                        const scalar_t* __restrict__ v_cache,
                                         int64_t k_block_stride, int64_t v_block_stride,
                                         const Work& work, int num_tiles, int block_shift) {
   const int num_keys = work.num_keys;
@@ -83,7 +84,7 @@ __device__ __forceinline__ void produce(unsigned char* stages, Barriers& barrier
   // The block of this lane's slice; entries of the table past the last key may be anything.
   auto block_of_slice = [&](int tile) {
     const int key = tile * TILE_KEYS + threadIdx.x % WARP % SLICES * SLICE;
-    return key < num_keys ? blocks[key >> block_shift] : 0;
+    return key < num_keys ? __ldg(blocks + (key >> block_shift)) : 0;
   };
   int next_block_id = block_of_slice(0);
   for (int tile = 0; tile < num_tiles; ++tile) {
@@ -107,7 +108,7 @@ __device__ __forceinline__ void produce(unsigned char* stages, Barriers& barrier
 }
 
 // Copies the warpgroup's 64 rows of queries; rows that do not exist become zeros.
-__device__ __forceinline__ void copy_queries(unsigned char* q_tile, const scalar_t* q,
+__device__ __forceinline__ void copy_queries(unsigned char* q_tile, const scalar_t* __restrict__ q,
                                              int64_t token_stride, int64_t head_stride,
                                              const Work& work, int group_size, int first_in_tile) {
   const int chunk = threadIdx.x % CHUNKS;

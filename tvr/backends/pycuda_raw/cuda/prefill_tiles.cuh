@@ -16,13 +16,14 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
 
 // Starts copying a chunk, at a multiple of 16 bytes, to a tile; zeros if not `valid`.
 __device__ __forceinline__ void copy_chunk(unsigned char* tile, int row, int chunk,
-                                           const scalar_t* source, bool valid) {
+                                           const scalar_t* __restrict__ source, bool valid) {
   cp_async_16(tile + chunk_offset(row, chunk), source, valid);
 }
 
 // The same for a chunk that lies anywhere, which is done on return.
 __device__ __forceinline__ void copy_unaligned_chunk(unsigned char* tile, int row, int chunk,
-                                                     const scalar_t* source, bool valid) {
+                                                     const scalar_t* __restrict__ source,
+                                                     bool valid) {
   scalar_t* target = reinterpret_cast<scalar_t*>(tile + chunk_offset(row, chunk));
 #pragma unroll 1
   for (int i = 0; i < CHUNK; ++i) target[i] = valid ? source[i] : from_float<scalar_t>(0.0f);
@@ -33,8 +34,8 @@ __device__ __forceinline__ void copy_unaligned_chunk(unsigned char* tile, int ro
 // they may hold NaN, of which 0 * NaN would be left in the sum. Called by a warp; the tokens are
 // one run of memory.
 __device__ __forceinline__ void copy_slice(unsigned char* tile, int first_row,
-                                           const scalar_t* block, int offset, int num_valid,
-                                           bool aligned) {
+                                           const scalar_t* __restrict__ block, int offset,
+                                           int num_valid, bool aligned) {
   constexpr int SLICE_CHUNKS = SLICE * CHUNKS;
   static_assert(SLICE_CHUNKS % WARP == 0, "every lane copies as many chunks");
   const int lane = threadIdx.x % WARP;

@@ -8,23 +8,6 @@
 // Shared memory whose size the launch decides; one per kernel.
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 
-// Waits until all kernels that were launched before are done and what they wrote can be read. Every
-// thread of every kernel calls it, on every path, before it touches memory that a kernel writes:
-// kernels are launched to start while the one before them still runs (docs/cuda-backend.md).
-__device__ __forceinline__ void wait_for_inputs() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;\n" ::: "memory");
-#endif
-}
-
-// Lets the next kernel start as soon as every block of this one has come here or ended. It does not
-// say that anything has been written: the next one waits for that.
-__device__ __forceinline__ void let_next_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;\n" ::: "memory");
-#endif
-}
-
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -115,18 +98,14 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-// Reads 16 bytes that this kernel reads once: L1 keeps none of it. A plain load, not one of
-// constants (.nc), as ptxas moves those across wait_for_inputs.
+// Reads 16 bytes that this kernel reads once: L1 keeps none of it.
 __device__ __forceinline__ uint4 load_16_once(const void* global) {
   uint4 value;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
                : "l"(global));
   return value;
 }
-
-// The same of what no kernel writes, such as weights: this may come before wait_for_inputs.
-__device__ __forceinline__ uint4 load_16_early(const void* global) { return load_16_once(global); }
 
 // Adds to a number that several blocks count with, and returns what it was. What this thread wrote
 // before, or saw written through a barrier, is seen by whoever reads the count; and it sees what

@@ -12,14 +12,14 @@
 #include "norm.cuh"
 
 template <bool ALIGNED>
-__device__ __forceinline__ void norm_row(const scalar_t* x, const scalar_t* weight, scalar_t* out,
+__device__ __forceinline__ void norm_row(const scalar_t* __restrict__ x,
+                                         const scalar_t* __restrict__ weight, scalar_t* out,
                                          int hidden, float eps, float* warp_sums) {
   RowPack kept[KEPT];
   RowPack weights[KEPT];
   // All loads first: a thread that adds in between waits for memory once a pack.
-  load_weights<ALIGNED>(weights, weight, hidden);
-  wait_for_inputs();
   load_kept<ALIGNED>(kept, x, hidden);
+  load_kept<ALIGNED>(weights, weight, hidden);
   float sum = 0.0f;
   if constexpr (ALIGNED) {
 #pragma unroll
@@ -31,13 +31,12 @@ __device__ __forceinline__ void norm_row(const scalar_t* x, const scalar_t* weig
   write_normed<ALIGNED>(kept, weights, x, sum, weight, out, hidden, eps, warp_sums);
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
-    KERNEL_NAME(rms_norm)(const scalar_t* x,       // [rows, hidden], stride x_stride
-                          const scalar_t* weight,  // [hidden]
-                          scalar_t* out,           // [rows, hidden], stride out_stride
-                          int64_t x_stride, int64_t out_stride, int hidden, float eps) {
+extern "C" __global__ void __launch_bounds__(1024) KERNEL_NAME(rms_norm)(
+    const scalar_t* __restrict__ x,       // [rows, hidden], stride x_stride
+    const scalar_t* __restrict__ weight,  // [hidden]
+    scalar_t* __restrict__ out,           // [rows, hidden], stride out_stride
+    int64_t x_stride, int64_t out_stride, int hidden, float eps) {
   __shared__ float warp_sums[MAX_WARPS];
-  let_next_start();
   const bool aligned = is_aligned(x, x_stride, hidden) && is_aligned(out, out_stride) &&
                        is_aligned(weight);
   x += blockIdx.x * x_stride;

@@ -27,7 +27,7 @@ struct Heads {
 
 template <int WIDTH>
 __device__ __forceinline__ void rotate_head(const Heads& heads, int64_t head, int lane,
-                                            const float* angles, int half) {
+                                            const float* __restrict__ angles, int half) {
   const Channels at = channels_of<WIDTH>(lane, half);
   Runs<WIDTH> runs = load_runs<WIDTH>(heads.in + head * heads.stride, at);
   turn<WIDTH>(runs, at, angles, half);
@@ -36,7 +36,8 @@ __device__ __forceinline__ void rotate_head(const Heads& heads, int64_t head, in
 
 template <int WIDTH>
 __device__ __forceinline__ void rotate_token(const Heads& q, const Heads& k, int num_heads,
-                                             int num_kv_heads, const float* angles, int half) {
+                                             int num_kv_heads, const float* __restrict__ angles,
+                                             int half) {
   const int num_lanes = (num_heads + num_kv_heads) * LANES<WIDTH>;
   for (int i = threadIdx.x; i < num_lanes; i += blockDim.x) {
     const int head = i / LANES<WIDTH>;
@@ -50,19 +51,17 @@ __device__ __forceinline__ void rotate_token(const Heads& q, const Heads& k, int
 }
 
 // At most 40 registers, so that 1536 threads of an SM have loads under way.
-extern "C" __global__ void __launch_bounds__(512, 3)
-    KERNEL_NAME(rope)(const scalar_t* q,           // [tokens, num_heads, HEAD_DIM]
-                      const scalar_t* k,           // [tokens, num_kv_heads, HEAD_DIM]
-                      const int64_t* positions,    // [tokens]
-                      const float* cos_sin_cache,  // [max_position, rotary_dim]
-                      scalar_t* q_out,             // as q, which it may be
-                      scalar_t* k_out,             // as k, which it may be
-                      int64_t q_token_stride, int64_t q_head_stride, int64_t k_token_stride,
-                      int64_t k_head_stride, int64_t q_out_token_stride, int64_t q_out_head_stride,
-                      int64_t k_out_token_stride, int64_t k_out_head_stride, int64_t cos_sin_stride,
-                      int num_heads, int num_kv_heads, int rotary_dim) {
-  let_next_start();
-  wait_for_inputs();
+extern "C" __global__ void __launch_bounds__(512, 3) KERNEL_NAME(rope)(
+    const scalar_t* q,                        // [tokens, num_heads, HEAD_DIM]
+    const scalar_t* k,                        // [tokens, num_kv_heads, HEAD_DIM]
+    const int64_t* __restrict__ positions,    // [tokens]
+    const float* __restrict__ cos_sin_cache,  // [max_position, rotary_dim]
+    scalar_t* q_out,                          // as q, which it may be
+    scalar_t* k_out,                          // as k, which it may be
+    int64_t q_token_stride, int64_t q_head_stride, int64_t k_token_stride, int64_t k_head_stride,
+    int64_t q_out_token_stride, int64_t q_out_head_stride, int64_t k_out_token_stride,
+    int64_t k_out_head_stride, int64_t cos_sin_stride, int num_heads, int num_kv_heads,
+    int rotary_dim) {
   const int64_t token = blockIdx.x;
   const float* angles = cos_sin_cache + positions[token] * cos_sin_stride;
   const int half = rotary_dim / 2;

@@ -50,8 +50,8 @@ __device__ __forceinline__ void store_runs(scalar_t* head, const Channels& at,
 // Turns the pairs (a, b) to (a cos - b sin, b cos + a sin) in fp32, rounded once. `angles` is the
 // position's row of the table: `half` cosines, then their sines.
 template <int WIDTH>
-__device__ __forceinline__ void turn(Runs<WIDTH>& runs, const Channels& at, const float* angles,
-                                     int half) {
+__device__ __forceinline__ void turn(Runs<WIDTH>& runs, const Channels& at,
+                                     const float* __restrict__ angles, int half) {
   if (!at.turns) return;
   const Run<float, WIDTH> cosines = load_run<WIDTH>(angles + at.low);
   const Run<float, WIDTH> sines = load_run<WIDTH>(angles + half + at.low);

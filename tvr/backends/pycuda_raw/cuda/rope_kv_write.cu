@@ -29,8 +29,8 @@ struct Heads {
 
 template <int WIDTH>
 __device__ __forceinline__ void write_head(const Heads& heads, int64_t head, int lane,
-                                           int64_t slot_head_stride, const float* angles,
-                                           int half) {
+                                           int64_t slot_head_stride,
+                                           const float* __restrict__ angles, int half) {
   const Channels at = channels_of<WIDTH>(lane, half);
   Runs<WIDTH> runs = load_runs<WIDTH>(heads.in + head * heads.stride, at);
   if (heads.out != nullptr) {
@@ -43,8 +43,8 @@ __device__ __forceinline__ void write_head(const Heads& heads, int64_t head, int
 template <int WIDTH>
 __device__ __forceinline__ void write_token(const Heads& q, const Heads& k, const Heads& v,
                                             int num_heads, int num_kv_heads,
-                                            int64_t slot_head_stride, const float* angles,
-                                            int half) {
+                                            int64_t slot_head_stride,
+                                            const float* __restrict__ angles, int half) {
   const int num_lanes = (num_heads + 2 * num_kv_heads) * LANES<WIDTH>;
   for (int i = threadIdx.x; i < num_lanes; i += blockDim.x) {
     const int head = i / LANES<WIDTH>;
@@ -62,23 +62,21 @@ __device__ __forceinline__ void write_token(const Heads& q, const Heads& k, cons
 }
 
 extern "C" __global__ void __launch_bounds__(512) KERNEL_NAME(rope_kv_write)(
-    const scalar_t* q,            // [tokens, num_heads, HEAD_DIM]
-    const scalar_t* k,            // [tokens, num_kv_heads, HEAD_DIM]
-    const scalar_t* v,            // [tokens, num_kv_heads, HEAD_DIM]
-    const int64_t* positions,     // [tokens]
-    const float* cos_sin_cache,   // [max_position, rotary_dim]
-    scalar_t* k_cache,            // [blocks, num_kv_heads, block_size, HEAD_DIM]
-    scalar_t* v_cache,            // [blocks, num_kv_heads, block_size, HEAD_DIM]
-    const int64_t* slot_mapping,  // [tokens]; -1: write nothing to the caches
-    scalar_t* q_out,              // as q, which it may be
-    scalar_t* k_out,              // as k, which it may be
+    const scalar_t* q,                         // [tokens, num_heads, HEAD_DIM]
+    const scalar_t* k,                         // [tokens, num_kv_heads, HEAD_DIM]
+    const scalar_t* __restrict__ v,            // [tokens, num_kv_heads, HEAD_DIM]
+    const int64_t* __restrict__ positions,     // [tokens]
+    const float* __restrict__ cos_sin_cache,   // [max_position, rotary_dim]
+    scalar_t* __restrict__ k_cache,            // [blocks, num_kv_heads, block_size, HEAD_DIM]
+    scalar_t* __restrict__ v_cache,            // [blocks, num_kv_heads, block_size, HEAD_DIM]
+    const int64_t* __restrict__ slot_mapping,  // [tokens]; -1: write nothing to the caches
+    scalar_t* q_out,                           // as q, which it may be
+    scalar_t* k_out,                           // as k, which it may be
     int64_t q_token_stride, int64_t q_head_stride, int64_t k_token_stride, int64_t k_head_stride,
     int64_t v_token_stride, int64_t v_head_stride, int64_t q_out_token_stride,
     int64_t q_out_head_stride, int64_t k_out_token_stride, int64_t k_out_head_stride,
     int64_t cos_sin_stride, int64_t k_block_stride, int64_t v_block_stride, int num_heads,
     int num_kv_heads, int rotary_dim, int block_shift) {
-  let_next_start();
-  wait_for_inputs();
   const int64_t token = blockIdx.x;
   const float* angles = cos_sin_cache + positions[token] * cos_sin_stride;
   const int half = rotary_dim / 2;

@@ -35,8 +35,9 @@ __device__ __forceinline__ scalar_t silu_mul(scalar_t gate, scalar_t up) {
 }
 
 template <int WIDTH>
-__device__ __forceinline__ void silu_mul_run(const scalar_t* gate, const scalar_t* up,
-                                             scalar_t* out, int column) {
+__device__ __forceinline__ void silu_mul_run(const scalar_t* __restrict__ gate,
+                                             const scalar_t* __restrict__ up,
+                                             scalar_t* __restrict__ out, int column) {
   const Run<scalar_t, WIDTH> gates = load_run<WIDTH>(gate + column);
   const Run<scalar_t, WIDTH> ups = load_run<WIDTH>(up + column);
   Run<scalar_t, WIDTH> results;
@@ -45,12 +46,10 @@ __device__ __forceinline__ void silu_mul_run(const scalar_t* gate, const scalar_
   store_run<WIDTH>(out + column, results);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
-    KERNEL_NAME(silu_mul)(const scalar_t* x,  // [tokens, 2 * width], stride x_stride
-                          scalar_t* out,      // [tokens, width], stride out_stride
-                          int64_t x_stride, int64_t out_stride, int width) {
-  let_next_start();
-  wait_for_inputs();
+extern "C" __global__ void __launch_bounds__(256) KERNEL_NAME(silu_mul)(
+    const scalar_t* __restrict__ x,  // [tokens, 2 * width], stride x_stride
+    scalar_t* __restrict__ out,      // [tokens, width], stride out_stride
+    int64_t x_stride, int64_t out_stride, int width) {
   const bool aligned = is_aligned(x, x_stride, width) && is_aligned(out, out_stride);
   const scalar_t* gate = x + blockIdx.x * x_stride;
   const scalar_t* up = gate + width;
