@@ -57,7 +57,7 @@ for rows, vocab in ((1, 1000), (10, 1000), (20, 131)):
     agree(normal(rows, vocab))
 """,
     "tokens that may be first in a tile are compared exactly": """
-sample_kernels._CLOSE = sample_choice._CLOSE = constexpr(8.0)
+sample_kernels.CLOSE = sample_choice.CLOSE = constexpr(8.0)
 agree(normal(10, 700))
 agree(normal(4, 700), (Asked(),))
 """,

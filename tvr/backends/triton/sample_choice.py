@@ -6,12 +6,14 @@ import triton.language as tl
 
 from tvr.backends.triton.argmax import id_of, key_of
 from tvr.backends.triton.device import let_next_start, wait_for_inputs
-from tvr.backends.triton.sample_kernels import FAR, NO_KEY, best_of, drawn_of
+from tvr.backends.triton.sample_kernels import CLOSE, FAR, INF, LAST, NO_KEY, best_of, drawn_of
 from tvr.backends.triton.sample_rows import (
     gap_at,
     gaps_in,
     gumbel_noise,
+    inverse_of,
     logit_in,
+    penalties_of,
     place_of,
     race_times,
     words_of_tile,
@@ -19,9 +21,6 @@ from tvr.backends.triton.sample_rows import (
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ID_MASK = tl.constexpr(2**24 - 1)
-_LAST = tl.constexpr(2**62)
-_INF = tl.constexpr(float("inf"))
-_CLOSE = tl.constexpr(1.0 + 2.0**-13)
 _MOST_COUNTED = tl.constexpr(2 * (2**14 - 1))  # what int16 holds, the prompt's bit left out
 
 # Sums of fp32 weights, of at most 2^-16 error, tell on which side of top_p a token is unless they
@@ -46,17 +45,17 @@ def last_of_best(row, nearest, k, tiles, BLOCK: tl.constexpr, WIDE: tl.constexpr
     digits = tl.arange(0, 256)
     prefix = tl.cast(0, tl.int64)
     left = k
-    limit = tl.cast(_LAST, tl.int64)
+    limit = tl.cast(LAST, tl.int64)
     shift = 48
     while shift >= 0:
         found = tl.zeros([256], tl.int32)
         for first in range(0, tiles, WIDE):
             near = nearest_of(nearest, first, tiles, WIDE)
-            if (near < _INF) & (place_of(near, 0) <= limit):
+            if (near < INF) & (place_of(near, 0) <= limit):
                 index = first * BLOCK + column
                 gap = gaps_in(row, index)
                 place = place_of(gap, index)
-                fits = (gap < _INF) & (place >> (shift + 8) == prefix)
+                fits = (gap < INF) & (place >> (shift + 8) == prefix)
                 digit = ((place >> shift) & 255).to(tl.int32)
                 found += tl.histogram(digit, 256, mask=fits)
         upto = tl.cumsum(found, axis=0)
@@ -77,7 +76,7 @@ def mass_until(row, nearest, limit, tiles, BLOCK: tl.constexpr, WIDE: tl.constex
     mass = tl.zeros([WIDE * BLOCK], tl.float64)
     for first in range(0, tiles, WIDE):
         near = nearest_of(nearest, first, tiles, WIDE)
-        if (near < _INF) & (place_of(near, 0) <= limit):
+        if (near < INF) & (place_of(near, 0) <= limit):
             index = first * BLOCK + column
             gap = gaps_in(row, index)
             mass += tl.where(place_of(gap, index) <= limit, tl.exp(-gap.to(tl.float64)), 0.0)
@@ -91,25 +90,25 @@ def drawn_until(
     """Return the place of the token with the largest score at places up to `limit`."""
     column = tl.arange(0, WIDE * BLOCK)
     best_key = tl.cast(NO_KEY, tl.int64)
-    drawn = tl.cast(_LAST, tl.int64)
-    soonest = tl.cast(_INF, tl.float32)
+    drawn = tl.cast(LAST, tl.int64)
+    soonest = tl.cast(INF, tl.float32)
     for first in range(0, tiles, WIDE):
         near = nearest_of(nearest, first, tiles, WIDE)
         if (near < FAR) & (place_of(near, 0) <= limit):
             index = first * BLOCK + column
             gap = gaps_in(row, index)
             place = place_of(gap, index)
-            gap = tl.where(place <= limit, gap, _INF)
+            gap = tl.where(place <= limit, gap, INF)
             words = words_of_tile(seed, position, first * BLOCK, WIDE * BLOCK)
             earliest, latest = race_times(words, gap)
-            if tl.min(earliest, axis=0) <= soonest * _CLOSE:
+            if tl.min(earliest, axis=0) <= soonest * CLOSE:
                 soonest = tl.minimum(soonest, tl.min(latest, axis=0))
                 key = key_of(gumbel_noise(words) - gap, index)
-                key = tl.where(gap < _INF, key, NO_KEY)
+                key = tl.where(gap < INF, key, NO_KEY)
                 largest = tl.max(key, axis=0)
                 if largest > best_key:
                     best_key = largest
-                    drawn = tl.min(tl.where(key == largest, place, _LAST), axis=0)
+                    drawn = tl.min(tl.where(key == largest, place, LAST), axis=0)
     return drawn
 
 
@@ -158,23 +157,22 @@ def choice_kernel(
     let_next_start(PDL)
     row = tl.load(rows + i)
     heat = tl.load(temperature + row)
-    repeat = tl.load(repetition + row)
-    present = tl.load(presence + row)
-    frequent = tl.load(frequency + row)
+    penalties = penalties_of(row, repetition, presence, frequency)
+    repeat, _, present, frequent = penalties
     counts += row * counts_stride
     key = best_of(partials + i * KEYS, parts, KEYS)
     best = logit_in(key)
     token = id_of(key).to(tl.int32)
-    if tl.abs(best) < _INF:
+    if tl.abs(best) < INF:
         if heat > 0:
-            most = tl.load(max_gap + row)
             k = tl.load(top_k + row)
             p = tl.load(top_p + row)
             seed = tl.load(seeds + row)
             position = tl.load(positions + i)
             logits += i * logits_stride
             nearest += i * tiles
-            facts = (logits, counts, vocab, best, heat, most, repeat, present, frequent)
+            source = (logits, counts, vocab, best, penalties)
+            facts = (source, inverse_of(heat), tl.load(max_gap + row))
             drawn = drawn_of(facts, winners + i * tiles, seed, position, tiles, TILES)
             has_k = k < vocab
             has_p = p < 1.0
@@ -191,10 +189,10 @@ def choice_kernel(
                 whole = tl.where(has_k, upto, tl.sum(total, axis=0))
                 is_in_nucleus = (p >= 1.0) | (mass_before < (p - _UNSURE) * whole)
                 if (count >= k) | (is_in_nucleus == 0):
-                    limit = tl.cast(_LAST, tl.int64)
+                    limit = tl.cast(LAST, tl.int64)
                     if has_k:
                         limit = last_of_best(facts, nearest, k, tiles, BLOCK, WIDE)
-                    threshold = tl.cast(_INF, tl.float64)
+                    threshold = tl.cast(INF, tl.float64)
                     if has_p:
                         threshold = p * mass_until(facts, nearest, limit, tiles, BLOCK, WIDE)
                     searching = True

@@ -16,7 +16,9 @@ from tvr.backends.triton.sample_rows import (
     gap_at,
     gaps_in,
     gumbel_noise,
+    inverse_of,
     logit_in,
+    penalties_of,
     place_of,
     race_times,
     rough_gaps_in,
@@ -26,8 +28,8 @@ from tvr.backends.triton.sample_rows import (
 )
 
 NO_KEY = tl.constexpr(-(2**63))  # below any number's
-_LAST = tl.constexpr(2**62)  # behind any place
-_INF = tl.constexpr(float("inf"))
+LAST = tl.constexpr(2**62)  # behind any place
+INF = tl.constexpr(float("inf"))
 
 # A gap beyond which no token is drawn, the noise being within 26 of any other's, nor of weight:
 # all of a vocabulary there have less than 1e-8 of the best token's.
@@ -35,8 +37,11 @@ FAR = tl.constexpr(32.0)
 
 # fp32's error in the ratio of two times, and what exact scores lose where they are rounded, are
 # below 2^-15. Tokens that are no further apart are compared exactly.
-_CLOSE = tl.constexpr(1.0 + 2.0**-13)
+CLOSE = tl.constexpr(1.0 + 2.0**-13)
 
+# Added to a column of a tile, of which there are 4,096 at most: sums of 2 to 256 such are at least
+# twice this. Larger ones may wrap, but then their columns alone sum up to more than a tile has.
+_ONE = tl.constexpr(1 << 24)
 
 # Of a rough gap: at most the exact one.
 _LESS = tl.constexpr(1.0 - 2.0**-20)
@@ -61,13 +66,11 @@ def drawn_of(row, winners, seed, position, tiles, TILES: tl.constexpr):
     gap = gaps_in(row, ids)
     key = key_of(gumbel_noise(words_of_ids(seed, position, ids)) - gap, ids)
     key = tl.where(is_one, key, NO_KEY)
-    return tl.min(tl.where(key == tl.max(key, axis=0), place_of(gap, ids), _LAST), axis=0)
+    return tl.min(tl.where(key == tl.max(key, axis=0), place_of(gap, ids), LAST), axis=0)
 
 
 @triton.jit
-def best_key(
-    logits, counts, begin, end, vocab, repetition, presence, frequency, BLOCK: tl.constexpr
-):
+def best_key(logits, counts, begin, end, vocab, penalties, BLOCK: tl.constexpr):
     """Return the key of the largest adjusted logit of tokens begin, ..., end - 1."""
     column = tl.arange(0, BLOCK)
     # As in argmax: a NaN stays for good, and a row of nothing above -inf gets id 0.
@@ -75,7 +78,7 @@ def best_key(
     best_tile = tl.zeros([BLOCK], tl.int32)
     for tile in range(begin, end, BLOCK):
         index = tile + column
-        x = adjusted_logits(logits, counts, index, index < vocab, repetition, presence, frequency)
+        x = adjusted_logits(logits, counts, index, index < vocab, penalties)
         best_tile = tl.where(x > best, tile, best_tile)
         best = tl.maximum(best, x, propagate_nan=tl.PropagateNan.ALL)
     return tl.max(key_of(best, best_tile + column), axis=0)
@@ -109,17 +112,16 @@ def best_kernel(
     wait_for_inputs(PDL)
     let_next_start(PDL)
     row = tl.load(rows + i)
-    repeat = tl.load(repetition + row)
-    present = tl.load(presence + row)
-    frequent = tl.load(frequency + row)
+    penalties = penalties_of(row, repetition, presence, frequency)
+    repeat, _, present, frequent = penalties
     logits += i * logits_stride
     counts += row * counts_stride
     if (repeat != 1.0) | (present != 0.0) | (frequent != 0.0):
         # Tiles of half the size: a thread would not have registers for its share of a whole one.
         HALF: tl.constexpr = BLOCK // 2
-        key = best_key(logits, counts, begin, end, vocab, repeat, present, frequent, HALF)
+        key = best_key(logits, counts, begin, end, vocab, penalties, HALF)
     else:
-        key = best_key(logits, counts, begin, end, vocab, 1.0, 0.0, 0.0, BLOCK)
+        key = best_key(logits, counts, begin, end, vocab, (1.0, 1.0, 0.0, 0.0), BLOCK)
     tl.store(partials + i * KEYS + part, key)
 
 
@@ -164,17 +166,15 @@ def race_kernel(
     heat = tl.load(temperature + row)
     if heat > 0:
         best = logit_in(best_of(partials + i * KEYS, parts, KEYS))
-        if tl.abs(best) < _INF:
-            most = tl.load(max_gap + row)
+        if tl.abs(best) < INF:
             has_nucleus = tl.load(top_p + row) < 1.0
             seed = tl.load(seeds + row)
             position = tl.load(positions + i)
-            repeat = tl.load(repetition + row)
-            present = tl.load(presence + row)
-            frequent = tl.load(frequency + row)
+            penalties = penalties_of(row, repetition, presence, frequency)
             logits += i * logits_stride
             counts += row * counts_stride
-            facts = (logits, counts, vocab, best, heat, most, repeat, present, frequent)
+            source = (logits, counts, vocab, best, penalties)
+            facts = (source, inverse_of(heat), tl.load(max_gap + row))
             for tile in range(first_tile, tl.minimum(first_tile + tiles_of_part, tiles)):
                 first = tile * BLOCK
                 index = first + column
@@ -185,11 +185,11 @@ def race_kernel(
                 if near < FAR:
                     words = words_of_tile(seed, position, first, BLOCK)
                     earliest, latest = race_times(words, gap)
-                    ahead = earliest <= tl.min(latest, axis=0) * _CLOSE
-                    # How many these are, above their sum: the id, if it is one.
-                    found = tl.sum(tl.where(ahead, (1 << 32) + index.to(tl.int64), 0), axis=0)
-                    winner = found.to(tl.int32)
-                    if found >> 32 > 1:
+                    ahead = earliest <= tl.min(latest, axis=0) * CLOSE
+                    # If it is one, its column, above what no other number of columns sums up to.
+                    found = tl.sum(tl.where(ahead, _ONE + column, 0), axis=0) - _ONE
+                    winner = first + found
+                    if (found < 0) | (found >= BLOCK):
                         score = gumbel_noise(words) - gaps_in(facts, index)
                         winner = id_of(tl.max(key_of(score, index), axis=0)).to(tl.int32)
                     if has_nucleus:
@@ -245,16 +245,14 @@ def before_kernel(
     is_filtered = (tl.load(top_k + row) < vocab) | (tl.load(top_p + row) < 1.0)
     if (heat > 0) & is_filtered:
         best = logit_in(best_of(partials + i * KEYS, parts, KEYS))
-        if tl.abs(best) < _INF:
-            most = tl.load(max_gap + row)
-            repeat = tl.load(repetition + row)
-            present = tl.load(presence + row)
-            frequent = tl.load(frequency + row)
+        if tl.abs(best) < INF:
+            penalties = penalties_of(row, repetition, presence, frequency)
             seed = tl.load(seeds + row)
             position = tl.load(positions + i)
             logits += i * logits_stride
             counts += row * counts_stride
-            facts = (logits, counts, vocab, best, heat, most, repeat, present, frequent)
+            source = (logits, counts, vocab, best, penalties)
+            facts = (source, inverse_of(heat), tl.load(max_gap + row))
             drawn = drawn_of(facts, winners + i * tiles, seed, position, tiles, TILES)
             for tile in range(first_tile, tl.minimum(first_tile + tiles_of_part, tiles)):
                 count = 0

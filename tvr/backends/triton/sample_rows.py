@@ -12,28 +12,35 @@ _ALL_BITS = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
-def quotient(x, divisor):
-    """Return x / divisor, rounded once, as a product in fp64 with the divisor's inverse.
+def inverse_of(divisor):
+    """Return 1 / divisor, fp64, for `quotient`."""
+    return 1.0 / divisor.to(tl.float64)
 
-    A quotient of fp32 numbers is 2^-49 or further from where rounding to fp32 turns, the product
-    2^-52 from the quotient. Dividing each x would take a GPU longer.
+
+@triton.jit
+def quotient(x, inverse):
+    """Return fp32 x over fp32 `1 / inverse`, rounded as a division is, by a product in fp64.
+
+    A quotient of fp32 numbers is 2^-49 of itself or more from where its rounding turns, the
+    product 2^-52 from the quotient. Dividing each x would take a GPU longer.
     """
-    inverse = 1.0 / divisor.to(tl.float64)
     return (x.to(tl.float64) * inverse).to(tl.float32)
 
 
 @triton.jit
-def adjusted_logits(logits, counts, index, inside, repetition, presence, frequency):
+def adjusted_logits(logits, counts, index, inside, penalties):
     """Return logits [index] fp32 after the row's penalties, and -inf outside.
 
     counts [vocab] int16: twice how often the output has a token, and 1 more if the prompt has it.
-    Not fused: products are rounded before they are subtracted, as everywhere else.
+    penalties: repetition, its inverse, presence, frequency. Products are rounded before they are
+    subtracted, as everywhere else: kernels that call this must be `unfused`.
     """
+    repetition, inverse, presence, frequency = penalties
     x = tl.load(logits + index, mask=inside, other=float("-inf")).to(tl.float32)
     if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
         seen = tl.load(counts + index, mask=inside, other=0).to(tl.int32)
         if repetition != 1.0:
-            repeated = tl.where(x > 0, quotient(x, repetition), x * repetition)
+            repeated = tl.where(x > 0, quotient(x, inverse), x * repetition)
             x = tl.where(seen != 0, repeated, x)
         count = seen >> 1
         x = x - frequency * count.to(tl.float32)
@@ -42,30 +49,46 @@ def adjusted_logits(logits, counts, index, inside, repetition, presence, frequen
 
 
 @triton.jit
-def gaps_in(row, index):
-    """Return how far logits [index] of a row are below its best, over the temperature.
+def penalties_of(row, repetition, presence, frequency):
+    """Return the penalties of a row of the tables, as `adjusted_logits` takes them."""
+    repeat = tl.load(repetition + row)
+    return repeat, inverse_of(repeat), tl.load(presence + row), tl.load(frequency + row)
 
-    Infinity is for what min_p rules out, and outside the vocabulary. A row is a tuple of its
-    logits and counts, the vocabulary's size, its best logit, and its parameters.
+
+@triton.jit
+def distances_in(source, index):
+    """Return how far logits [index] are below the best, fp32; infinity outside.
+
+    A source is a tuple of logits, counts, the vocabulary's size, the best logit, and penalties.
     """
-    logits, counts, vocab, best, temperature, max_gap, repetition, presence, frequency = row
+    logits, counts, vocab, best, penalties = source
     inside = (index >= 0) & (index < vocab)
-    x = adjusted_logits(logits, counts, index, inside, repetition, presence, frequency)
-    gap = quotient(best - x, temperature)
+    return best - adjusted_logits(logits, counts, index, inside, penalties)
+
+
+@triton.jit
+def gaps_in(row, index):
+    """Return the gaps of tokens `index`: distances over the temperature.
+
+    Infinity is for what min_p rules out, and outside the vocabulary. A row is a tuple of a source,
+    the inverse of the temperature, and the largest gap.
+    """
+    source, cool, max_gap = row
+    gap = quotient(distances_in(source, index), cool)
     return tl.where(gap > max_gap, float("inf"), gap)
 
 
 @triton.jit
 def rough_gaps_in(row, index):
     """Return `gaps_in` but for rounding: off by 2^-22 of themselves at most."""
-    logits, counts, vocab, best, temperature, max_gap, repetition, presence, frequency = row
-    x = adjusted_logits(logits, counts, index, index < vocab, repetition, presence, frequency)
+    source, cool, max_gap = row
+    distance = distances_in(source, index)
     if max_gap < float("inf"):
         # Which gaps are just as large as they may be is a matter of rounding.
-        exact = quotient(best - x, temperature)
+        exact = quotient(distance, cool)
         gap = tl.where(exact > max_gap, float("inf"), exact)
     else:
-        gap = (best - x) * (1.0 / temperature)
+        gap = distance * cool.to(tl.float32)
     return gap
 
 
@@ -126,10 +149,10 @@ def race_times(words, gap):
     """
     # Whatever is that far is never first, and stays below infinity.
     stretch = tl.exp2(tl.minimum(gap, 64.0) * _LOG2_E)
-    v = ((words ^ _ALL_BITS).to(tl.float32) + 0.5) * _UNIT
+    v = tl.fma((words ^ _ALL_BITS).to(tl.float32), _UNIT, 0.5 * _UNIT)
     square = v * v
-    earliest = v + square * (0.5 + v * 0.33333334 + square * 0.25)
-    latest = tl.where(v < 0.5, earliest + square * square * v * 0.4, 23.0)
+    earliest = tl.fma(square, tl.fma(square, 0.25, tl.fma(v, 0.33333334, 0.5)), v)
+    latest = tl.where(v < 0.5, tl.fma(square * square, 0.4 * v, earliest), 23.0)
     return earliest * stretch, latest * stretch
 
 
