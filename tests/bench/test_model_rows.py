@@ -13,7 +13,7 @@ from tvr.bench.rows import failed
 from tvr.bench.workload import random_workload
 
 MODEL = {"backend": "a", "model": "m", "load_format": "dummy", "dtype": "bfloat16"}
-SIZES = {**MODEL, "batch": 4, "input_len": 8, "output_len": 11}
+SIZES = {**MODEL, "batch": 4, "input_len": 8, "output_len": 11, "sampling": "greedy"}
 FIRST = [0.10, 0.11, 0.12, 0.13, 0.14]
 WHOLE = [0.30, 0.32, 0.32, 0.34, 0.34]
 

@@ -299,13 +299,16 @@ def test_files_that_cannot_be_compared_are_one_line(tmp_path):
 
 
 def test_sizes_may_go_together_and_tokens_be_drawn(bench, tmp_path):
-    options = ("--sizes", "1x4+3, 2x8+2", "--sampling", "temperature=0.8,top_p=0.95,seed=1")
+    drawn = "greedy;temperature=0.8,top_p=0.95,seed=1"
+    options = ("--sizes", "1x4+3, 2x8+2", "--sampling", drawn)
     done = bench("latency", *options, *ITERS, "--backend", "torch", "--json", tmp_path / "l.json")
     assert done.returncode == 0, done.stderr
     rows = rows_in(tmp_path / "l.json")
     sizes = [(row["batch"], row["input_len"], row["output_len"]) for row in rows]
-    assert sizes == [(1, 4, 3), (2, 8, 2)]
-    assert {row["sampling"] for row in rows} == {"temperature=0.8, top_p=0.95, seed=1"}
+    assert sizes == [(1, 4, 3)] * 2 + [(2, 8, 2)] * 2
+    ways = ["greedy", "temperature=0.8, top_p=0.95, seed=1"]
+    assert [row["sampling"] for row in rows] == ways * 2
+    assert all(way in done.stdout for way in ways)
     assert all(row["ttft_ms"] > 0 and row["itl_ms"] > 0 for row in rows)
 
 

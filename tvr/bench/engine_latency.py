@@ -55,7 +55,8 @@ class Latency:
         model: what is measured.
         backends: their names.
         batches: what is asked of each.
-        sampling: how tokens are chosen, as parameters of `SamplingParams`; empty: greedily.
+        samplings: how tokens are chosen, as parameters of `SamplingParams`, each at every batch;
+            empty ones: greedily.
         num_warmup, num_iters: untimed and timed iterations.
 
     Raises:
@@ -68,7 +69,7 @@ class Latency:
         backends: Sequence[str],
         batches: Sequence[Batch],
         *,
-        sampling: Mapping[str, Any],
+        samplings: Sequence[Mapping[str, Any]],
         num_warmup: int,
         num_iters: int,
     ) -> None:
@@ -77,11 +78,11 @@ class Latency:
         self._model = model
         self._backends = backends
         self._batches = batches
-        self._sampling = sampling
+        self._samplings = samplings
         self._num_warmup, self._num_iters = num_warmup, num_iters
 
     def rows(self) -> Iterator[list[Row]]:
-        """Yield the rows of each batch, one for each backend.
+        """Yield the rows of each batch and sampling, one for each backend.
 
         Raises:
             TvrError: the model, or its fp32 reference, cannot be loaded.
@@ -96,7 +97,8 @@ class Latency:
                 except (Exception, SystemExit) as error:
                     errors[backend] = says(error)
             for batch in self._batches:
-                yield self._measure(batch, gate, engines, errors)
+                for sampling in self._samplings:
+                    yield self._measure(batch, sampling, gate, engines, errors)
         finally:
             for llm in engines.values():
                 llm.close()
@@ -122,7 +124,12 @@ class Latency:
         )
 
     def _measure(
-        self, batch: Batch, gate: ModelGate, engines: dict[str, LLM], errors: dict[str, str]
+        self,
+        batch: Batch,
+        sampling: Mapping[str, Any],
+        gate: ModelGate,
+        engines: dict[str, LLM],
+        errors: dict[str, str],
     ) -> list[Row]:
         """Return the row of each backend at a batch."""
         fields = {
@@ -130,7 +137,7 @@ class Latency:
                 "backend": name,
                 **self._model.fields,
                 **batch._asdict(),
-                "sampling": sampling_name(self._sampling),
+                "sampling": sampling_name(sampling),
             }
             for name in self._backends
         }
@@ -145,7 +152,7 @@ class Latency:
         for i in range(self._num_warmup + self._num_iters):
             for name, entry in list(entries.items()):
                 try:
-                    first, whole = answered(entry.llm, prompts, batch.output_len, self._sampling)
+                    first, whole = answered(entry.llm, prompts, batch.output_len, sampling)
                 except (Exception, SystemExit) as error:
                     failed[name] = says(error)
                     del entries[name]

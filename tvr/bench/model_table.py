@@ -24,6 +24,9 @@ def format_latency(batches: Sequence[Sequence[Row]], backends: Sequence[str]) ->
     head = [*_SIZES, f"{first} TTFT ms", "ITL ms", "tok/s"]
     for name in others:
         head += [f"{name} TTFT ms", f"{first}/{name}", "ITL ms", f"{first}/{name}", "tok/s"]
+    drawn = any(mine["sampling"] != "greedy" for mine, *_ in batches)
+    if drawn:
+        head.append("sampling")
     lines = [head]
     for mine, *theirs in batches:
         line = [str(mine[size]) for size in _SIZES]
@@ -32,7 +35,7 @@ def format_latency(batches: Sequence[Sequence[Row]], backends: Sequence[str]) ->
             for name in ("ttft_ms", "itl_ms"):
                 line += [_number(row, name), _ratio(mine, row, name)]
             line.append(_number(row, "tok_s"))
-        lines.append(line)
+        lines.append([*line, mine["sampling"]] if drawn else line)
     return _with_remarks(lines, batches)
 
 

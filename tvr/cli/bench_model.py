@@ -73,7 +73,7 @@ def latency(
     whole("--output-len", output_len, 2)  # one for TTFT, one more for ITL
     whole("--num-iters-warmup", num_iters_warmup, 0)
     whole("--num-iters", num_iters, _LEAST_ITERS)
-    chosen = _sampling(sampling)
+    chosen = [_sampling(one) for one in sampling.split(";")]
     lens = numbers("--input-len", input_len)
     asked = [(b, n, output_len) for n in lens for b in numbers("--batch", batch)]
     if sizes is not None:
@@ -83,7 +83,7 @@ def latency(
         check_picture(plot)
     with redirect_stdout(sys.stderr):  # what a plugin prints belongs to no table
         opened = open_model(model, device, dtype, load_format, max_model_len, plugins)
-        from tvr.bench.engine_latency import Batch, Latency
+        from tvr.bench.engine_latency import Batch, Latency, sampling_name
         from tvr.bench.model_table import format_latency
 
         backends = opened.backends(options.listed(backend))
@@ -93,13 +93,13 @@ def latency(
             opened,
             names,
             batches,
-            sampling=chosen,
+            samplings=chosen,
             num_warmup=num_iters_warmup,
             num_iters=num_iters,
         )
         protocol = {"warmup_iterations": num_iters_warmup, "iterations": num_iters}
         header = opened.header(command_line(), backends, protocol)
-        if plot is not None:
+        if plot is not None or opened.device.type == "cuda":  # so that the file can be drawn later
             from tvr.bench.engine_limit import memory_limit
 
             header |= memory_limit(opened)
@@ -112,7 +112,7 @@ def latency(
 
     return run_steps(
         measuring.rows(),
-        [str(one) for one in batches],
+        [f"{one} {sampling_name(how)}" for one in batches for how in chosen],
         header=lambda: header,
         table=lambda found: format_latency(found, names),
         json_file=json_file,
@@ -234,7 +234,9 @@ def _sampling(text: str) -> dict[str, Any]:
     from tvr.core.sampling_params import SamplingParams
 
     chosen: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
+    if text.strip() in ("", "greedy"):
+        return chosen
+    for part in text.split(","):
         name, _, value = part.partition("=")
         try:
             chosen[name.strip()] = json.loads(value)
