@@ -102,3 +102,15 @@ def test_the_reference_takes_the_same_token_where(way):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_rows_are_cut_so_that_programs_come_in_full_waves():
+    from tvr.backends.triton.sample import shared
+
+    assert shared(1, 63, 528) == (63, 1)
+    assert shared(256, 63, 528) == (2, 32)
+    assert shared(300, 63, 528) == (7, 9)  # in two parts each the second wave would be nearly empty
+    assert shared(512, 63, 528) == (1, 63)
+    for rows in range(1, 600):
+        parts, tiles_of_part = shared(rows, 63, 528)
+        assert 63 <= parts * tiles_of_part < 63 + tiles_of_part

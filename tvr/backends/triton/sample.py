@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -58,6 +59,22 @@ class Room:
         return found
 
 
+@cache
+def shared(num_rows: int, tiles: int, programs: int) -> tuple[int, int]:
+    """Return into how many parts a row is cut, and of how many tiles each is.
+
+    Programs come in waves of `programs`, and what each does first takes as long as a tile: that
+    the last wave be full and that there be few programs are weighed against each other.
+    """
+
+    def tile_times(parts: int) -> int:
+        waves = -(-num_rows * parts // programs)
+        return waves * (-(-tiles // parts) + 1)
+
+    tiles_of_part = -(-tiles // min(range(1, tiles + 1), key=tile_times))
+    return -(-tiles // tiles_of_part), tiles_of_part
+
+
 def bind_sample(spec: SampleSpec, gpu: Gpu) -> BoundOp:
     vocab = spec.vocab_size
     best_config = tuned(
@@ -77,14 +94,12 @@ def bind_sample(spec: SampleSpec, gpu: Gpu) -> BoundOp:
     before = Kernel(gpu, before_kernel, tile_config, **by_tile).unfused()
     choice = Kernel(gpu, choice_kernel, choice_config, BLOCK=block, **by_tile).unfused()
     rooms: dict[str, Tensor] = {}
-    room = Room(rows=0, keys=sizes["KEYS"], tiles=tiles)
 
-    def shared(num_rows: int, tiles_of_a_row: int, config: Config) -> tuple[int, int]:
-        """Return into how many parts a row is cut, and of how many tiles they are."""
-        programs = gpu.num_sms * max(1, _WARPS_OF_AN_SM // config.num_warps)
-        parts = max(1, min(programs // max(1, num_rows), tiles_of_a_row))
-        tiles_of_part = triton.cdiv(tiles_of_a_row, parts)
-        return triton.cdiv(tiles_of_a_row, tiles_of_part), tiles_of_part
+    def programs(config: Config) -> int:
+        """Return how many run at a time."""
+        return gpu.num_sms * max(1, _WARPS_OF_AN_SM // config.num_warps)
+
+    room = Room(rows=0, keys=sizes["KEYS"], tiles=tiles)
 
     def run(
         logits: Tensor,
@@ -97,8 +112,8 @@ def bind_sample(spec: SampleSpec, gpu: Gpu) -> BoundOp:
     ) -> Tensor:
         """out [R] int64: the token of each row of logits [R, vocab]; -1: none is finite."""
         n = len(logits)
-        best_parts, best_tiles_of_part = shared(n, best_tiles, best_config)
-        parts, tiles_of_part = shared(n, tiles, tile_config)
+        best_parts, best_tiles_of_part = shared(n, best_tiles, programs(best_config))
+        parts, tiles_of_part = shared(n, tiles, programs(tile_config))
         penalties = (tables.repetition, tables.presence, tables.frequency, tables.counts)
         strides = (logits.stride(0), tables.counts.stride(0), vocab)
         ranked = (tables.temperature, tables.max_gap, tables.top_k, tables.top_p, tables.seeds)
