@@ -40,6 +40,11 @@ def test_shares_of_equal_sequences_cut_pairs_evenly_if_they_need_not_grow_much()
     run_interpreted(_PLAN)
 
 
+def test_two_threads_do_not_disturb_each_other():
+    """The interpreter has one place for the program that runs: each moved the other's."""
+    run_interpreted(_THREADS)
+
+
 _SILU_MUL = """
 import torch
 from tvr.backends.triton.activation import bind_silu_mul
@@ -141,4 +146,25 @@ assert share([2048], 8, 264) == 64  # 62.1: a 32nd of a pair
 assert share([64] * 63 + [65], 8, 264) == 125
 assert share([100] * 8, 8, 64) == 100
 assert share([100] * 9, 8, 64) == 113  # 200 would be too many
+"""
+
+_THREADS = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+import torch
+from tvr.backends.triton.activation import bind_silu_mul
+from tvr.backends.triton.launch import open_gpu
+from tvr.contract import SiluMulSpec
+
+sys.setswitchinterval(1e-4)
+
+def work(rows):
+    x = torch.randn(rows, 2 * 64, generator=torch.Generator().manual_seed(rows))
+    expected = torch.nn.functional.silu(x[:, :64]) * x[:, 64:]
+    run = bind_silu_mul(SiluMulSpec(dtype="float32", intermediate_size=64), open_gpu("cpu")).run
+    for _ in range(40):
+        torch.testing.assert_close(run(x, out=torch.full((rows, 64), torch.nan)), expected)
+
+with ThreadPoolExecutor(2) as pool:
+    list(pool.map(work, (3, 11)))
 """

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Protocol
+from threading import Lock
+from typing import Any, ClassVar, Protocol
 
 import torch
 import triton
@@ -100,12 +101,18 @@ class CudaGpu:
 
 
 class Interpreter:
-    """Triton's interpreter on the CPU: programs run one after another, in NumPy."""
+    """Triton's interpreter on the CPU: programs run one after another, in NumPy.
+
+    So do launches of several threads.
+    """
 
     device = torch.device("cpu")
     sm = 0
     num_sms = INTERPRETED_SMS
     pdl = False
+
+    # Where in the grid a program is, and what its language means, Triton keeps for the process.
+    _one_launch: ClassVar[Lock] = Lock()
 
     def __init__(self) -> None:
         _leave_out_overflow_checks()
@@ -118,8 +125,9 @@ class Interpreter:
         constants: dict[str, Any],
         options: dict[str, Any],
     ) -> None:
-        """Run at once; `options` are for compilers."""
-        kernel[grid](*args, **constants)
+        """Run when no other launch of the process runs; `options` are for compilers."""
+        with self._one_launch:
+            kernel[grid](*args, **constants)
 
 
 def _leave_out_overflow_checks() -> None:
