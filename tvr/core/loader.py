@@ -15,6 +15,7 @@ from tvr.core.batch import DeviceTables
 from tvr.core.checkpoint_source import open_checkpoint
 from tvr.core.config import ModelConfig
 from tvr.core.engine_config import EngineConfig
+from tvr.core.garbage import leave_out_of_collections
 from tvr.core.graph_capture import CudaCapture, obstacles
 from tvr.core.hub import resolve_model
 from tvr.core.kv_cache import KVCache
@@ -238,6 +239,8 @@ def load_engine(
             runner.graphs = capture_steps(
                 llama, ops, step_ops, kv_cache, tables, sampler, sized, capture
             )
+    if device.type == "cuda":
+        leave_out_of_collections()
     return EngineParts(
         model_config=model_config,
         tokenizer=tokenizer,
