@@ -25,9 +25,8 @@ def test_growth_after_the_first_turns_is_a_fault_and_before_is_not(growth):
 
     assert growth.faults_in(turns(10, 20, 30, 30, 30)) == []
     assert growth.faults_in(turns(10, 20, 30, 30, 31)) == ["tensors grew from 30.0 to 31.0 MiB"]
-    assert growth.faults_in([{"process": 300.0}] * 4 + [{"process": 370.0}]) == [
-        "process grew from 300.0 to 370.0 MiB"
-    ]
+    process = [{"process": mib} for mib in (300.0, 350.0, 351.0, 352.0, 370.0)]
+    assert growth.faults_in(process) == ["process grew from 351.0 to 370.0 MiB"]
 
 
 def test_turns_are_served_and_written(growth, tmp_path, monkeypatch):

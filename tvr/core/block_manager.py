@@ -143,7 +143,7 @@ class BlockManager:
         if self.enable_prefix_caching:
             size = self.block_size
             for start in range(0, (len(token_ids) - 1) // size * size, size):
-                wanted = BlockKey(key, tuple(token_ids[start : start + size]))
+                wanted = BlockKey.of(key, token_ids[start : start + size])
                 block = self._block_of_key.get(wanted)
                 if block is None:
                     return PrefixHit(blocks, key, wanted)
@@ -162,7 +162,7 @@ class BlockManager:
 
         If another block holds the same content already, that one stays the findable one.
         """
-        key = BlockKey(parent, tuple(tokens))
+        key = BlockKey.of(parent, tokens)
         known = self._block_of_key.setdefault(key, block)
         if known == block and self._keys[block] is None:
             self._keys[block] = key

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 
 class BlockKey:
     """Names the content of one full block: its tokens and, through `parent`, all before them.
@@ -13,7 +16,7 @@ class BlockKey:
 
     __slots__ = ("_hash", "parent", "tokens")
 
-    def __init__(self, parent: BlockKey | None, tokens: tuple[int | str | None, ...]) -> None:
+    def __init__(self, parent: BlockKey | None, tokens: bytes | str | None) -> None:
         self.parent = parent
         self.tokens = tokens
         self._hash = hash((parent, tokens))
@@ -21,7 +24,16 @@ class BlockKey:
     @classmethod
     def root(cls, salt: str | None) -> BlockKey:
         """Return the parent of every first block that belongs to `salt`."""
-        return cls(None, (salt,))
+        return cls(None, salt)
+
+    @classmethod
+    def of(cls, parent: BlockKey, tokens: Sequence[int]) -> BlockKey:
+        """Return the key of a block of token ids, signed 64-bit integers.
+
+        They are kept as bytes: a large cache has a key for each of its blocks, and as Python's
+        integers the tokens would take four times the memory.
+        """
+        return cls(parent, array("q", tokens).tobytes())
 
     def __hash__(self) -> int:
         return self._hash
