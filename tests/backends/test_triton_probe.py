@@ -6,9 +6,14 @@ import os
 import subprocess
 import sys
 
+import numpy
 import pytest
 
-from tvr.backends.triton import launch
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'tvr[triton]'")
+
+import triton
+
+from tvr.backends.triton import configs, launch
 from tvr.backends.triton.plugin import INFO
 from tvr.backends.triton.probe import why_unavailable
 from tvr.contract import DTYPES, DeviceFacts, RmsNormSpec, why_not
@@ -45,6 +50,68 @@ def test_the_interpreter_is_for_the_cpu(interpreted):
     assert why_unavailable(CPU) == []
     (reason,) = why_unavailable(H200)
     assert reason.startswith("TRITON_INTERPRET is set")
+
+
+def test_an_older_triton_is_refused_everywhere_by_its_number(monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "3.4.0")
+    for device in (CPU, H200):
+        assert why_unavailable(device) == [
+            "needs Triton 3.5 or newer, 3.4.0 is installed: pip install 'triton>=3.5'"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("version", "of_numpy", "works"),
+    [
+        ("3.5.1", "2.3.5", True),
+        ("3.5.1", "2.4.0", False),
+        ("3.6.0+git9844da95", "2.10.0", False),
+        ("3.6.0", "1.26.4", True),
+        ("3.7.0", "2.4.6", True),
+        ("3.10.0", "3.0.0", True),
+    ],
+)
+def test_the_interpreter_of_an_older_triton_is_refused_with_a_newer_numpy(
+    interpreted, monkeypatch, version, of_numpy, works
+):
+    """It ends in a TypeError at the first kernel that loads a number."""
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(numpy, "__version__", of_numpy)
+    assert why_unavailable(CPU) == (
+        []
+        if works
+        else [
+            f"the interpreter of Triton {version} fails with NumPy 2.4 and newer, {of_numpy} is "
+            "installed: pip install 'numpy<2.4', or 'triton>=3.7'"
+        ]
+    )
+
+
+def test_on_a_gpu_any_numpy_will_do(monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    monkeypatch.setattr(numpy, "__version__", "2.4.6")
+    assert why_unavailable(H200) == []
+
+
+@pytest.mark.parametrize("text", [None, "", '{"header": {}, "entries": [{}]}'])
+def test_a_broken_or_missing_table_is_a_reason_that_names_it(monkeypatch, tmp_path, text):
+    """Ops without it had been passed over one by one, without a word."""
+    if text is not None:
+        (tmp_path / "tuned.json").write_text(text)
+    monkeypatch.setattr(configs, "__file__", str(tmp_path / "configs.py"))
+    monkeypatch.setattr(configs, "shipped", configs.shipped.__wrapped__)
+    (reason,) = why_unavailable(H200)
+    assert reason.startswith(f"the table of the Triton backend, {tmp_path}/tuned.json, is broken: ")
+    assert "\n" not in reason
+    assert len(why_unavailable(CPU)) == 2
+
+
+def test_a_triton_that_cannot_be_imported_is_told_with_the_error(monkeypatch, tmp_path):
+    (tmp_path / "triton.py").write_text("raise ImportError('libtriton.so:\\n  no such file')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "triton")
+    (reason,) = why_unavailable(H200)
+    assert reason.startswith("Triton cannot be imported (libtriton.so: no such file): pip install")
 
 
 def test_an_older_gpu_is_refused_by_its_number():

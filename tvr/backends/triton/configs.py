@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -15,16 +16,36 @@ from tvr.errors import PluginError
 Key: TypeAlias = tuple[str, int, frozenset[tuple[str, int | str]]]
 Table: TypeAlias = Mapping[Key, Config]
 
+#: What looks itself up, an op or one of its kernels, and the blocks it has.
+BLOCKS: dict[str, frozenset[str]] = {
+    "rms_norm": frozenset(),
+    "add_rms_norm": frozenset(),
+    "rope": frozenset({"TOKENS", "HEADS"}),
+    "rope_kv_write": frozenset({"TOKENS", "HEADS"}),
+    "kv_write": frozenset({"HEADS"}),
+    "attention_decode": frozenset({"PROGRAMS"}),
+    "attention_prefill": frozenset({"ROWS", "KEYS", "LAG", "SOURCES"}),
+    "silu_mul": frozenset({"BLOCK"}),
+    "linear_plain": frozenset({"BN", "BK"}),
+    "linear_dot": frozenset({"BN", "BK", "PARTS"}),
+    "argmax": frozenset({"BLOCK", "KEYS"}),
+    "prepare_step": frozenset({"COLUMNS"}),
+    "sample_best": frozenset({"BLOCK"}),
+    "sample_race": frozenset({"BLOCK"}),
+    "sample_choice": frozenset({"WIDE"}),
+}
+#: Blocks that count something else than a tile's rows or columns, and so may be any number.
+_COUNTS = frozenset({"PROGRAMS"})
 #: The fields of an entry of the file, and what each must be.
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "op": (lambda x: _is_text(x), "a string"),
+    "op": (lambda x: _is_text(x) and x in BLOCKS, f"one of {', '.join(BLOCKS)}"),
     "sm": (lambda x: _is_count(x), "a whole number"),
     "shape": (lambda x: _maps_to(x, lambda v: _is_text(v) or _is_count(v)), "an object"),
-    "num_warps": (lambda x: x in (1, 2, 4, 8, 16, 32), "a power of two up to 32"),
+    "num_warps": (lambda x: _is_power_of_two(x) and x <= 32, "a power of two up to 32"),
     "num_stages": (lambda x: _is_count(x), "a whole number from 1"),
     "blocks": (lambda x: _maps_to(x, _is_count), "an object of whole numbers from 1"),
-    "us": (lambda x: isinstance(x, float), "a time"),
-    "default_us": (lambda x: isinstance(x, float), "a time"),
+    "us": (lambda x: _is_time(x), "a time"),
+    "default_us": (lambda x: _is_time(x), "a time"),
 }
 #: What the header says of each architecture: on what and with what its entries were measured.
 _FACTS = ("gpu", "triton", "torch")
@@ -42,15 +63,10 @@ def tuned(op: str, sm: int, default: Config, **shape_class: int | str) -> Config
         shape_class: facts by which shapes are told apart, like `dtype` and `head_dim`.
 
     Raises:
-        PluginError: the shipped table is broken, or of other kernels.
+        PluginError: the shipped table is broken.
     """
-    found = shipped().get(key(op, sm, shape_class), default)
-    if set(found.blocks) != set(default.blocks):
-        raise PluginError(
-            f"the table of the Triton backend gives {op} on sm_{sm} the blocks "
-            f"{', '.join(found.blocks)}; its kernel has {', '.join(default.blocks)}: {_REMEDY}"
-        )
-    return found
+    assert set(default.blocks) == BLOCKS[op], f"{op} is in BLOCKS with other blocks"
+    return shipped().get(key(op, sm, shape_class), default)
 
 
 def key(op: str, sm: int, shape_class: Mapping[str, int | str]) -> Key:
@@ -108,6 +124,18 @@ def _check(i: int, entry: Any) -> None:  # noqa: ANN401
     for name, (is_right, wanted) in _FIELDS.items():
         if not is_right(entry[name]):
             raise ValueError(f"entry {i}: {name} is {entry[name]!r}; it must be {wanted}")
+    op, blocks = entry["op"], entry["blocks"]
+    if set(blocks) != BLOCKS[op]:
+        raise ValueError(
+            f"entry {i}: blocks are {_names(blocks)}; the kernel of {op} has {_names(BLOCKS[op])}"
+        )
+    for name, size in blocks.items():
+        if name not in _COUNTS and not _is_power_of_two(size):
+            raise ValueError(f"entry {i}: {name} is {size}; it must be a power of two")
+
+
+def _names(blocks: Iterable[str]) -> str:
+    return ", ".join(sorted(blocks)) or "none"
 
 
 def _is_text(x: object) -> bool:
@@ -116,6 +144,14 @@ def _is_text(x: object) -> bool:
 
 def _is_count(x: object) -> bool:
     return type(x) is int and x >= 1
+
+
+def _is_power_of_two(x: object) -> bool:
+    return type(x) is int and x >= 1 and x & (x - 1) == 0
+
+
+def _is_time(x: object) -> bool:
+    return type(x) in (int, float) and 0 < x < math.inf  # type: ignore[operator]
 
 
 def _maps_to(x: object, is_right: Callable[[Any], bool]) -> bool:
