@@ -2,375 +2,146 @@
 
     python tools/tune_triton.py [--op OP ...] [--dtype bfloat16 ...] [--head-dim 64 ...]
 
-Needs an NVIDIA GPU. What a kernel looks up in the table is found by binding its op. Its candidates
-are compiled by many processes first, then run beside its default as `tvr bench` runs backends: only
-where they are right, in captured graphs, over memory that no cache holds. The default stays unless
-a candidate is faster by more than the spread. Under TRITON_INTERPRET=1 all but the compiling is
-done on the CPU, to try the tool: such times mean nothing, and no table is written.
+Needs an NVIDIA GPU. `triton_trials.py` says what is tried and how it is measured. The default stays
+unless a candidate is faster by more than the spread. Under TRITON_INTERPRET=1 all but the compiling
+is done on the CPU, to try the tool: such times mean nothing, and no table is written.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import product
+import sys
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
+from typing import NoReturn
 
 import torch
-import triton
 
-from tvr.backends.triton import configs, plugin
-from tvr.backends.triton.configs import Key, read_table
-from tvr.backends.triton.launch import Config, CudaGpu, Gpu, is_interpreted, open_gpu
-from tvr.backends.triton.rope import tokens_class
-from tvr.bench.attention_inputs import attention_calls
-from tvr.bench.buffers import Buffers
-from tvr.bench.cells import AttentionCell, Cell, attention_cells
-from tvr.bench.comparison import compare
-from tvr.bench.gate import Gate
-from tvr.bench.header import l2_bytes
-from tvr.bench.op_cells import HEADS, KV_HEADS, op_cells
-from tvr.bench.op_inputs import op_calls
-from tvr.bench.peer import Peer
-from tvr.conformance.binding import step_of
-from tvr.conformance.bounds import exact
+from tvr.backends.triton import plugin
+from tvr.backends.triton.probe import why_no_triton, why_not_on
 from tvr.conformance.report import write_report
-from tvr.conformance.subject import Call, Subject, device_facts
-from tvr.contract import OPS, BackendInfo, BoundOp, DeviceFacts, OpSpec
-from tvr.hookspecs import hookimpl
+from tvr.conformance.subject import device_facts
+from tvr.contract import DTYPES, OPS, DeviceFacts
+from tvr.errors import BackendUnavailable, ConfigError, TvrError
 
-TABLE = Path(configs.__file__).with_name("tuned.json")
-
-#: (sequences, tokens of each) on which decode is judged, and the prompts of prefill.
-DECODE_SIZES = ((1, 1024), (1, 32768), (8, 8192), (64, 1024), (64, 4096))
-PREFILL_SIZES = ((1, 2048), (1, 8192))
-CPU_SIZES = ((1, 8),)
-
-_HEADS: dict[str, tuple[int, ...]] = {"num_warps": (1, 2, 4), "HEADS": (4, 8, 16, 32)}
-#: What is tried of a kernel, by the name under which it looks itself up: every combination; what is
-#: not named stays. Of other kernels it is each number halved and doubled, or one less and one more.
-SPACES: dict[str, dict[str, tuple[int, ...]]] = {
-    "attention_decode": {
-        "num_warps": (4, 8),
-        "num_stages": (2, 3, 4, 5, 6),
-        "PROGRAMS": (1, 2, 3, 4),
-    },
-    "attention_prefill": {
-        "num_stages": (2, 3, 4),
-        "KEYS": (64, 128),
-        "LAG": (1, 2),
-        "SOURCES": (1, 2),
-    },
-    "linear_plain": {"num_warps": (4, 8, 16), "BN": (1, 2, 4, 8, 16), "BK": (2048, 4096, 8192)},
-    "linear_dot": {
-        "num_warps": (4, 8),
-        "BN": (8, 16),
-        "BK": (1024, 2048, 4096),
-        "PARTS": (16, 32),
-    },
-    "silu_mul": {"num_warps": (4, 8), "BLOCK": (1024, 2048, 4096)},
-    "rms_norm": {"num_warps": (1, 2, 4, 8, 16)},
-    "add_rms_norm": {"num_warps": (1, 2, 4, 8, 16)},
-    "rope": _HEADS | {"TOKENS": (1, 4)},
-    "kv_write": _HEADS,
-    "rope_kv_write": _HEADS | {"TOKENS": (1, 4)},
-    "argmax": {"num_warps": (4, 8, 16), "BLOCK": (2048, 4096, 8192)},
-}
-MOST_WARPS = 16
-
-Row = dict[str, Any]
+TABLE = Path(plugin.__file__).with_name("tuned.json")
+EMPTY = '{"header": {}, "entries": []}'
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """What was measured of a key. Times are geometric means over its cells, in us.
+class Parser(argparse.ArgumentParser):
+    """Refuses arguments as everything else is refused, without its usage."""
 
-    Attributes:
-        best: the default, unless a candidate is faster by more than the spread.
-        tried: candidates that ran and were right.
-        failed: why the others were not, by candidate.
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse_args() -> argparse.Namespace:
+    """Return the arguments.
+
+    Raises:
+        ConfigError: one is not acceptable.
     """
-
-    key: Key
-    default: Config
-    best: Config
-    us: float
-    default_us: float
-    tried: int
-    failed: Mapping[str, str]
-
-
-class Trial:
-    """The Triton backend under another name, with a table of its own.
-
-    Args:
-        name: of the backend.
-        table: what its ops find when they are bound.
-        gpu: opens the device that torch calls by a name.
-    """
-
-    def __init__(self, name: str, table: Mapping[Key, Config], gpu: Callable[[str], Gpu]) -> None:
-        @hookimpl
-        def info() -> BackendInfo:
-            return replace(plugin.INFO, name=name)
-
-        @hookimpl
-        def bind(spec: OpSpec, device: DeviceFacts) -> BoundOp:
-            with patch.object(configs, "shipped", lambda: table):
-                return plugin.bind(spec, gpu(str(device)))
-
-        self.tvr_backend_info = info
-        for op in plugin.INFO.ops:
-            setattr(self, f"tvr_bind_{op}", bind)
-
-
-class Asked(dict[Key, Config]):
-    """An empty table that remembers what was looked up, and the default that was taken."""
-
-    def get(self, key: Key, default: Config) -> Config:  # type: ignore[override]
-        self[key] = default
-        return default
-
-
-class CompilingGpu(CudaGpu):
-    """Compiles what is launched, into Triton's cache, and launches nothing."""
-
-    def launch(
-        self,
-        kernel: Any,  # noqa: ANN401
-        grid: tuple[int, ...],
-        args: tuple[Any, ...],
-        constants: dict[str, Any],
-        options: dict[str, Any],
-    ) -> None:
-        with torch.cuda.device(self.device):
-            kernel.warmup(*args, grid=grid, **constants, **options)
-
-
-def cells_of(ops: Iterable[str], dtype: str, head_dims: Sequence[int], on_cpu: bool) -> list[Cell]:
-    """Return what kernels are judged on, in the shape of Llama-3.2-1B; on a CPU very little."""
-    heads, kv_heads = (2, 1) if on_cpu else (HEADS, KV_HEADS)
-    cells: list[Cell] = []
-    for op in ops:
-        if not op.startswith("attention"):
-            few: dict[str, Any] = {"rows": (1,), "megabytes": 0} if on_cpu else {}
-            cells += op_cells([op], dtype=dtype, on_cpu=on_cpu, **few)
-            continue
-        sizes = DECODE_SIZES if op == "attention_decode" else PREFILL_SIZES
-        for head_dim, (batch, ctx) in product(head_dims, CPU_SIZES if on_cpu else sizes):
-            cells += attention_cells(
-                [op],
-                dtype=dtype,
-                num_heads=heads,
-                num_kv_heads=kv_heads,
-                head_dims=[head_dim],
-                block_sizes=[16],
-                batches=[batch],
-                ctxs=[ctx],
-            )
-    return cells
-
-
-def keys_of(cells: Iterable[Cell], gpu: Gpu) -> dict[Key, tuple[Config, list[Cell]]]:
-    """Return what is looked up when the cells' ops are bound: the default, and the cells."""
-    found: dict[Key, tuple[Config, list[Cell]]] = {}
-    for cell in cells:
-        asked = Asked()
-        with patch.object(configs, "shipped", return_value=asked):
-            plugin.bind(cell.spec, gpu)
-        for key, default in asked.items():
-            # A kernel for some count of rows is bound for others too, but not run.
-            rows, shape = cell.fields.get("rows"), dict(key[2])
-            tokens = tokens_class(rows) if rows else None
-            if shape.get("rows") in (None, rows) and shape.get("tokens") in (None, tokens):
-                found.setdefault(key, (default, []))[1].append(cell)
-    return found
-
-
-def candidates(name: str, default: Config) -> list[Config]:
-    """Return what is tried beside `default` of what looks itself up as `name`."""
-    numbers = {
-        "num_warps": default.num_warps,
-        "num_stages": default.num_stages,
-        **default.blocks,
-    }
-    if name in SPACES:
-        values = [SPACES[name].get(axis, (n,)) for axis, n in numbers.items()]
-        tried = [dict(zip(numbers, chosen, strict=True)) for chosen in product(*values)]
-    else:
-        tried = []
-        for axis, n in numbers.items():
-            nearby = (n - 1, n + 1) if axis == "num_stages" else (n // 2, 2 * n)
-            tried += [numbers | {axis: other} for other in nearby]
-    made = [Config(of.pop("num_warps"), of.pop("num_stages"), of) for of in tried]
-    return [config for config in made if config != default and _is_possible(config)]
-
-
-def _is_possible(config: Config) -> bool:
-    counts = (config.num_warps, config.num_stages, *config.blocks.values())
-    return min(counts) >= 1 and config.num_warps <= MOST_WARPS
-
-
-def compile_all(
-    jobs: Sequence[tuple[Key, Config, Sequence[Cell]]], device: DeviceFacts, num_processes: int
-) -> Iterator[str]:
-    """Compile what each job's cells launch with its configuration; yield why it failed, or ""."""
-    fresh = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(num_processes, len(jobs)), mp_context=fresh) as pool:
-        yield from pool.map(partial(_compile, device=device), jobs)
-
-
-def _compile(job: tuple[Key, Config, Sequence[Cell]], device: DeviceFacts) -> str:
-    key, config, cells = job
-    try:
-        subject = Subject(Trial("compiling", {key: config}, _compiling_gpu), device)
-        for cell in cells:
-            (call,) = _calls(cell, Buffers(subject.torch_device))
-            binding = subject.binding(cell.spec, exact(step_of(call)))
-            binding(call)
-    except Exception as error:
-        return _says(error)
-    return ""
-
-
-@cache
-def _compiling_gpu(device: str) -> Gpu:
-    return CompilingGpu(torch.device(device).index)
-
-
-def _calls(cell: Cell, buffers: Buffers) -> list[Call]:
-    if isinstance(cell, AttentionCell):
-        return attention_calls(cell, buffers, 1)
-    return op_calls(cell, buffers, 1)
-
-
-def judge(
-    key: Key, tried: Sequence[Config], rows: Sequence[Sequence[Row]], failed: Mapping[str, str]
-) -> Finding:
-    """Return what to take of `tried`, whose first is the default.
-
-    Args:
-        rows: of each cell, one for each of `tried`.
-        failed: why others could not be tried.
-    """
-    names, default = [str(config) for config in tried], tried[0]
-    wrong = {
-        name: why
-        for name, of_config in zip(names, zip(*rows, strict=True), strict=True)
-        if (why := next((row["error"] for row in of_config if "error" in row), ""))
-    }
-    if names[0] in wrong:
-        raise SystemExit(f"the default of {key[0]} failed: {wrong[names[0]]}")
-
-    def mean(i: int, field: str) -> float:
-        return math.exp(sum(math.log(row[i][field]) for row in rows) / len(rows))
-
-    right = [i for i, name in enumerate(names) if name not in wrong]
-    best = min(right, key=lambda i: mean(i, "us"))
-    if mean(best, "p90_us") >= mean(0, "p10_us"):
-        best = 0
-    return Finding(
-        key=key,
-        default=default,
-        best=tried[best],
-        us=round(mean(best, "us"), 3),
-        default_us=round(mean(0, "us"), 3),
-        tried=len(right),
-        failed={**failed, **wrong},
-    )
-
-
-def tune(cells: Sequence[Cell], device: DeviceFacts, num_processes: int) -> Iterator[Finding]:
-    """Yield what was found of each key that the cells' ops look up."""
-    keys = keys_of(cells, open_gpu(str(device)))
-    found = {key: candidates(key[0], default) for key, (default, _) in keys.items()}
-    jobs = [(key, config, keys[key][1]) for key, tried in found.items() for config in tried]
-    failed: dict[Key, dict[str, str]] = {key: {} for key in keys}
-    if device.type == "cuda" and jobs:
-        for (key, config, _), why in zip(
-            jobs, compile_all(jobs, device, num_processes), strict=True
-        ):
-            if why:
-                failed[key][str(config)] = why
-    gate = Gate(Subject.installed("torch", device))
-    buffers = Buffers(torch.device(str(device)))
-    for key, (default, of_key) in keys.items():
-        tried = [default, *(c for c in found[key] if str(c) not in failed[key])]
-        peers = [
-            Peer(Subject(Trial(f"trial{i}", {key: config}, open_gpu), device))
-            for i, config in enumerate(tried)
-        ]
-        rows = list(compare(of_key, peers, gate, buffers, l2_bytes(buffers.device)))
-        yield judge(key, tried, rows, failed[key])
-
-
-def entry(finding: Finding) -> Row:
-    """Return what the table says of a finding."""
-    op, sm, shape = finding.key
-    best = finding.best
-    blocks = dict(best.blocks)
-    config = {"num_warps": best.num_warps, "num_stages": best.num_stages, "blocks": blocks}
-    times = {"us": finding.us, "default_us": finding.default_us}
-    return {"op": op, "sm": sm, "shape": dict(sorted(shape)), **config, **times}
-
-
-def merged(text: str, findings: Sequence[Finding], sm: int, facts: Mapping[str, str]) -> str:
-    """Return a table's text with these findings in place of earlier ones.
-
-    What was measured on this architecture by another GPU or other versions goes.
-    """
-    read_table(text)
-    table = json.loads(text)
-    header, name = table["header"], f"sm_{sm}"
-    new = {finding.key for finding in findings}
-    kept = [
-        e
-        for e in table["entries"]
-        if configs.key(e["op"], e["sm"], e["shape"]) not in new
-        and (e["sm"] != sm or header[name] == facts)
-    ]
-    faster = [entry(f) for f in findings if f.best != f.default]
-    entries = sorted([*kept, *faster], key=lambda e: (e["sm"], e["op"], sorted(e["shape"].items())))
-    lines = ",\n".join(map(json.dumps, entries))
-    head = json.dumps({**header, name: facts}, indent=1)
-    return f'{{"header": {head},\n"entries": [\n{lines}\n]}}\n'
-
-
-def line(finding: Finding) -> str:
-    """Return a finding as a line to read."""
-    op, sm, shape = finding.key
-    of = " ".join(f"{name}={value}" for name, value in sorted(shape))
-    kept = "the default stays" if finding.best == finding.default else str(finding.best)
-    return (
-        f"{op} sm_{sm} {of}: {finding.default_us} -> {finding.us} us, {kept}; "
-        f"{finding.tried} ran, {len(finding.failed)} failed"
-    )
-
-
-def _says(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = Parser(description=__doc__.split("\n")[0])
     parser.add_argument("--op", action="append", choices=OPS, help="default: all")
-    parser.add_argument("--dtype", action="append", help="default: bfloat16")
-    parser.add_argument("--head-dim", action="append", type=int, help="default: 64 and 128")
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help="default: bfloat16")
+    parser.add_argument(
+        "--head-dim",
+        action="append",
+        type=int,
+        choices=plugin.HEAD_DIMS,
+        help="default: 64 and 128",
+    )
     parser.add_argument("--out", type=Path, default=TABLE)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
     args = parser.parse_args()
-    device = device_facts("cpu" if is_interpreted() else "cuda")
+    if args.jobs < 1:
+        parser.error(f"argument --jobs: is {args.jobs}; it must be 1 or more")
+    return args
+
+
+def device_to_tune() -> DeviceFacts:
+    """Return the current GPU, or the CPU under the interpreter.
+
+    Raises:
+        BackendUnavailable: there is no Triton, or no GPU that its kernels run on.
+    """
+    reasons = why_no_triton()
+    if not reasons:
+        from tvr.backends.triton.launch import is_interpreted
+
+        try:
+            device = device_facts("cpu" if is_interpreted() else "cuda")
+        except BackendUnavailable as error:
+            raise BackendUnavailable(
+                f"{error}; times are measured on an NVIDIA GPU, TRITON_INTERPRET=1 tries the tool "
+                "without one"
+            ) from error
+        reasons = why_not_on(device)
+        if not reasons:
+            return device
+    raise BackendUnavailable("; ".join(reasons))
+
+
+def require_writable(out: Path) -> None:
+    """Refuse a file that could not be written when everything has been measured.
+
+    Raises:
+        ConfigError: says why.
+    """
+    if out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; name a file")
+    if not out.parent.is_dir():
+        raise ConfigError(f"--out {out} cannot be written: there is no folder {out.parent}")
+    wanted = (out, os.R_OK | os.W_OK) if out.exists() else (out.parent, os.W_OK)
+    if not os.access(*wanted):
+        raise ConfigError(f"--out {out} cannot be written: no permission; name another file")
+
+
+def earlier(out: Path) -> str:
+    """Return the text of the table in `out`; an empty one, and a word on stderr, if it has none.
+
+    Raises:
+        ConfigError: the file is there and cannot be read.
+    """
+    from tvr.backends.triton.configs import read_table
+
+    try:
+        text = out.read_text(encoding="utf-8")
+        read_table(text)
+    except FileNotFoundError:
+        print(f"{out} is not there: a new table of these findings is written", file=sys.stderr)
+    except ValueError as error:
+        print(
+            f"{out} is broken ({error}): a new table of these findings alone takes its place",
+            file=sys.stderr,
+        )
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be read: {error.strerror}") from error
+    else:
+        return text
+    return EMPTY
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, print each finding, and write the table.
+
+    Raises:
+        TvrError: it cannot be done, and says why.
+    """
+    device = device_to_tune()
     on_cpu = device.type == "cpu"
     dtypes = args.dtype or ["float32" if on_cpu else "bfloat16"]
+    allowed = plugin.INTERPRETED_DTYPES if on_cpu else DTYPES
+    if refused := [dtype for dtype in dtypes if dtype not in allowed]:
+        raise ConfigError(
+            f"--dtype {', '.join(refused)} does not run in the interpreter; "
+            f"allowed on a CPU: {', '.join(allowed)}"
+        )
+    if not on_cpu:
+        require_writable(args.out)
+    import triton
+    from triton_trials import cells_of, line, merged, tune
+
     cells = [
         cell
         for dtype in dtypes
@@ -386,9 +157,17 @@ def main() -> None:
         print("times of the interpreter mean nothing: no table is written")
         return
     facts = {"gpu": str(device.name), "triton": triton.__version__, "torch": torch.__version__}
-    before = args.out.read_text() if args.out.exists() else '{"header": {}, "entries": []}'
-    write_report(args.out, merged(before, findings, device.sm or 0, facts))
+    write_report(args.out, merged(earlier(args.out), findings, device.sm or 0, facts))
     print(f"written: {args.out}")
+
+
+def main() -> None:
+    """Run the tool; whatever fails is one line and exit code 2."""
+    try:
+        run(parse_args())
+    except TvrError as error:
+        print(f"tune_triton: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 if __name__ == "__main__":
