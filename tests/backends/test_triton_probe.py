@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -14,9 +15,10 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install 'tvr[
 import triton
 
 from tvr.backends.triton import configs, launch
-from tvr.backends.triton.plugin import INFO
+from tvr.backends.triton.plugin import INFO, tvr_configured
 from tvr.backends.triton.probe import why_unavailable
 from tvr.contract import DTYPES, DeviceFacts, RmsNormSpec, why_not
+from tvr.errors import ConfigError
 
 CPU = DeviceFacts(type="cpu", name="CPU")
 H200 = DeviceFacts(type="cuda", index=0, name="H200", sm=90)
@@ -126,6 +128,17 @@ def test_bf16_on_a_cpu_is_passed_over_with_a_reason():
     (reason,) = why_not(INFO, specs["bfloat16"], CPU)
     assert reason == "dtype bfloat16 is not among float32, float16"
     assert why_not(INFO, specs["bfloat16"], H200) == []
+
+
+def test_options_are_refused_by_name():
+    """It reads none, and had taken any without a word."""
+    message = (
+        "[options.triton] has num_warps, stages; the Triton backend reads no options: take them out"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        tvr_configured(config={"options": {"triton": {"stages": 2, "num_warps": 4}}})
+    for options in ({}, {"triton": {}}, {"pycuda": {"cache_dir": "here"}}):
+        tvr_configured(config={"options": options})
 
 
 def test_hooks_and_declarations_need_no_triton():

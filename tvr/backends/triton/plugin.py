@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tvr.backends.triton.probe import MIN_SM
@@ -28,6 +28,7 @@ from tvr.contract import (
     SiluMulSpec,
     why_not,
 )
+from tvr.errors import ConfigError
 from tvr.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -118,6 +119,15 @@ def _bind(spec: OpSpec, device: DeviceFacts) -> BoundOp | None:
 @hookimpl
 def tvr_backend_info() -> BackendInfo:
     return INFO
+
+
+@hookimpl
+def tvr_configured(config: Mapping[str, Any]) -> None:
+    if options := config["options"].get("triton"):
+        raise ConfigError(
+            f"[options.triton] has {', '.join(sorted(options))}; the Triton backend reads no "
+            "options: take them out"
+        )
 
 
 @hookimpl
