@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'tvr[triton]'")
+
 from support.compile_triton import spills_in_loops
 from tvr.contract import DTYPES, OPS
 

@@ -9,6 +9,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'tvr[triton]'")
+
 
 def run_interpreted(script: str) -> None:
     done = subprocess.run(

@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'tvr[triton]'")
+
 from triton.runtime.interpreter import interpreter_builder
 from triton.tools.tensor_descriptor import TensorDescriptor
 

@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'tvr[triton]'")
+
 #: Made before the kernels run. Tiles are small, so that a row has many, more than one a program.
 COMMON = """
 from unittest.mock import patch
