@@ -21,7 +21,10 @@ from support.engines import (
 )
 from tvr import SamplingParams
 from tvr.contract import Bounds
+from tvr.core.chunk_graphs import padded
 from tvr.core.decode_graphs import graph_sizes
+from tvr.core.graph_capture import obstacles, partial_obstacles
+from tvr.core.ops import OpTable
 from tvr.core.runner import ModelRunner
 from tvr.core.step_graphs import capture_steps
 from tvr.errors import KernelError
@@ -80,6 +83,14 @@ BACKENDS = {"plan_inside": graph_safe.backend, "plan_outside": plans_on_the_host
 def graphed(checkpoint, backend, *, capture=tape.capture, **settings):
     """Yield an engine whose steps of decodes are replays of a tape, and none of them eager."""
     settings = {"max_num_seqs": 8, "dtype": "float32", "device": "cpu", **settings}
+    allocate = OpTable.allocate
+    with pytest.MonkeyPatch.context() as patch:
+        # As on a GPU: workspaces have room for padding.
+        patch.setattr(OpTable, "allocate", lambda ops, bounds: allocate(ops, padded(bounds)))
+        yield from _graphed(checkpoint, backend, capture, settings)
+
+
+def _graphed(checkpoint, backend, capture, settings):
     with engine(checkpoint, backend="graph_safe", plugins=[backend()], **settings) as llm:
         runner = llm._runner
         limits = llm.limits
@@ -222,6 +233,98 @@ def test_sizes_rise_and_end_at_the_largest_step():
     assert graph_sizes(10_000)[-2:] == [496, 512]
 
 
+def without_flag(op):
+    """Return `graph_safe` with an op that is not declared to be captured."""
+    right = graph_safe.backend()
+    ops = dict(graph_safe.INFO.ops)
+    ops[op] = [replace(box, flags=box.flags - {"cuda_graph"}) for box in ops[op]]
+    info = replace(graph_safe.INFO, ops=ops)
+    return SimpleNamespace(**vars(right) | {"tvr_backend_info": hookimpl(lambda: info)})
+
+
+def test_where_sample_cannot_be_captured_torch_chooses_behind_the_graph(checkpoint, eager):
+    with graphed(checkpoint, lambda: without_flag("sample")) as llm:
+        assert tokens_of(llm.generate(prompts_of(LENGTHS), PARAMS)) == tokens_of(eager)
+        assert llm.stats()["num_eager_steps"] == 0
+        (reason,) = partial_obstacles(llm.parts.ops)
+        assert reason.startswith("the choice of tokens that are not greedy: sample of backend")
+        assert obstacles(llm.config, llm.parts.ops) == []
+
+
+@pytest.mark.parametrize(
+    ("op", "stops"), [("argmax", False), ("attention_prefill", False), ("rms_norm", True)]
+)
+def test_only_an_op_of_the_graph_stops_the_graph(checkpoint, op, stops):
+    backend = without_flag(op)
+    with engine(checkpoint, backend="graph_safe", plugins=[backend], device="cpu") as llm:
+        assert bool(obstacles(llm.config, llm.parts.ops)) is stops
+
+
+def test_every_step_of_a_graph_is_within_the_bounds_that_ops_are_given(checkpoint):
+    """Padding included, also for an op that plans the whole step."""
+    bounds, seen = [], []
+
+    def planned():
+        def change(bound, spec):
+            if spec.op != "silu_mul":
+                return bound
+            return replace(
+                bound,
+                plan=lambda step: seen.append((step.num_seqs, step.num_tokens)),
+                workspace_bytes=lambda given: bounds.append(given) or 0,
+                attach=lambda workspace: None,
+            )
+
+        return graph_safe.backend(change)
+
+    with graphed(checkpoint, planned, max_num_seqs=5, max_num_batched_tokens=40) as llm:
+        llm.generate(prompts_of(LENGTHS), greedy(6))
+        assert llm.stats()["num_eager_steps"] == 0
+    (given,) = set(bounds)
+    assert max(seqs for seqs, _ in seen) <= given.max_num_seqs
+    assert max(tokens for _, tokens in seen) <= given.max_num_tokens
+
+
+def test_a_prompts_logprobs_come_from_a_graph_with_decodes_beside_it(checkpoint):
+    prompts = prompts_of([30, 20, 25])
+    params = [greedy(12), greedy(6, prompt_logprobs=2), greedy(3, prompt_logprobs=0)]
+
+    def served(llm):
+        llm.add_request("first", prompts[0], params[0])
+        for _ in range(3):
+            llm.step()
+        for i in (1, 2):
+            llm.add_request(str(i), prompts[i], params[i])
+        found = drain(llm)
+        return [
+            [list(entry) for entry in found[str(i)].prompt_logprobs if entry] for i in (1, 2)
+        ], {name: output.outputs[0].token_ids for name, output in found.items()}
+
+    with engine(checkpoint, backend="graph_safe", plugins=[graph_safe.backend()]) as llm:
+        right = served(llm)
+    with graphed(checkpoint, graph_safe.backend) as llm:
+        assert served(llm) == right
+        assert llm.stats()["num_eager_steps"] == 0
+
+
+def test_no_step_is_launched_ahead_of_one_that_could_not_be(checkpoint, monkeypatch):
+    """It would build on blocks that the failed one should have entered in the table."""
+    with graphed(checkpoint, graph_safe.backend, max_lag=1) as llm:
+        launched, submit = [], ModelRunner.submit
+
+        def fails_once(runner, *args):
+            launched.append(len(llm._in_flight))
+            if len(launched) == 1:
+                raise RuntimeError("worn out")
+            return submit(runner, *args)
+
+        monkeypatch.setattr(ModelRunner, "submit", fails_once)
+        (output,) = llm.generate(prompts_of([20]), greedy(4))
+        assert output.outputs[0].finish_reason == "error"
+        assert launched == [0]
+        assert llm.generate(prompts_of([20]), greedy(4))[0].outputs[0].finish_reason == "length"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["pycuda", "triton"])
 def test_an_engine_on_a_gpu_captures_its_steps(checkpoint, backend, monkeypatch):
@@ -235,11 +338,7 @@ def test_an_engine_on_a_gpu_captures_its_steps(checkpoint, backend, monkeypatch)
         assert llm.parts.eager_reasons == ("enforce_eager is set",)
     with engine(checkpoint, **settings) as llm:
         assert tokens_of(llm.generate(prompts, PARAMS)) == right
-        steps = []
-        submit = ModelRunner.submit_decodes
-        monkeypatch.setattr(
-            ModelRunner, "submit_decodes", lambda *a: (steps.append(1), submit(*a))[1]
-        )
-        llm.generate(prompts[:3], greedy(20))
-        assert len(steps) >= 19
+        stats = llm.stats()
+        assert stats["num_eager_steps"] == 0
+        assert stats["num_graph_steps"] >= 40
         assert llm.parts.eager_reasons == ()

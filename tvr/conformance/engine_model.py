@@ -15,6 +15,7 @@ from tvr.conformance.ledger import CheckFailed
 from tvr.conformance.model_spec import ModelSpec, op_specs
 from tvr.conformance.subject import Subject
 from tvr.contract import ENTRY_POINT_GROUP, Bounds
+from tvr.core.chunk_graphs import padded
 from tvr.core.config import ModelConfig
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.ops import OpTable
@@ -128,7 +129,7 @@ class TinyModel:
                 batch_invariant=spec.batch_invariant,
             )
             _refuse_to_fall_through(backend, spec, self.ops)
-            self.ops.allocate(BOUNDS)
+            self.ops.allocate(padded(BOUNDS))
 
     def on_device(self) -> AbstractContextManager[Any]:
         """Return the context in which torch allocates and launches as an engine does."""

@@ -9,6 +9,7 @@ steps larger than every graph the device has so much to do that the host keeps u
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -36,12 +37,23 @@ _TOKENS_BESIDE_DECODES = (64, 128, 256, 512, 1024, 2048)
 _CHUNKS = 16
 
 
+def padded(bounds: Bounds) -> Bounds:
+    """Return the bounds of steps with their padding, for all steps within `bounds`."""
+    decodes = _rooms(_DECODES, bounds.max_num_seqs)[-1]
+    tokens = _rooms(_TOKENS, bounds.max_num_tokens)[-1]
+    return replace(
+        bounds,
+        max_num_seqs=max(bounds.max_num_seqs, decodes + _CHUNKS),
+        max_num_tokens=max(bounds.max_num_tokens, decodes + tokens),
+    )
+
+
 class ChunkGraphs:
     """The graphs of one model on one device.
 
     Args:
         model, ops, kv_cache: what a step runs on. Nothing of it may move.
-        bounds: of all steps there are.
+        bounds: of all steps there are; `padded` has those of what the graphs run.
         max_blocks: of a sequence.
     """
 
@@ -59,8 +71,8 @@ class ChunkGraphs:
         self._kv_cache = kv_cache
         self._bounds = bounds
         self._plans_inside = ops.plans_in_graph(prefill=True)
-        self._decodes = _up_to(_DECODES, bounds.max_num_seqs)
-        self._chunks = min(_CHUNKS, bounds.max_num_seqs)
+        self._decodes = _rooms(_DECODES, bounds.max_num_seqs)
+        self._chunks = _CHUNKS
         self._inputs = _Inputs(
             num_tokens=self._decodes[-1] + _TOKENS[-1],
             num_seqs=self._decodes[-1] + self._chunks,
@@ -68,9 +80,7 @@ class ChunkGraphs:
             device=model.device,
         )
         self._tokens = {
-            decodes: _up_to(
-                _TOKENS_BESIDE_DECODES if decodes else _TOKENS, bounds.max_num_tokens - decodes
-            )
+            decodes: _rooms(_TOKENS_BESIDE_DECODES if decodes else _TOKENS, bounds.max_num_tokens)
             for decodes in self._decodes
         }
         self._graphs: dict[tuple[int, int], Graph] = {}
@@ -257,6 +267,6 @@ def _copy(to: Tensor, given: Tensor, first: int) -> None:
         to[first : first + len(given)].copy_(given)
 
 
-def _up_to(sizes: Sequence[int], most: int) -> list[int]:
-    """Return the sizes up to `most`, and `most` itself where there is a larger one."""
-    return sorted({min(size, most) for size in sizes if min(size, most) > 0 or size == 0})
+def _rooms(sizes: Sequence[int], most: int) -> list[int]:
+    """Return the rising sizes up to the first that has room for `most`, if one has."""
+    return list(sizes[: bisect_left(sizes, most) + 1])

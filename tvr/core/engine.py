@@ -220,7 +220,10 @@ class Engine:
                 raise
             if output is None:
                 break
-            self._in_flight.append((output, self._launch(output)))
+            launched = self._launch(output)
+            self._in_flight.append((output, launched))
+            if isinstance(launched, Exception):
+                break  # a step ahead of it would build on what it should have written
         self._torn = False
         if self._in_flight:
             self._collect()
@@ -381,5 +384,5 @@ class Engine:
                 self._closed = True
             self._end_all("abort")
             self._runner.close()
-            if self.parts.device.type == "cuda":
+            if self.parts.left_out:
                 take_back()

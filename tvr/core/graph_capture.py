@@ -12,6 +12,7 @@ import torch
 
 from tvr.core.engine_config import EngineConfig
 from tvr.core.ops import OpTable
+from tvr.core.streams import launching
 from tvr.errors import KernelError
 
 _LOG = logging.getLogger(__name__)
@@ -33,13 +34,28 @@ def obstacles(config: EngineConfig, ops: OpTable) -> list[str]:
         return ["enforce_eager is set"]
     if config.shadow is not None:
         return ["a shadow repeats every op"]
+    lacking = ops.lacking("cuda_graph")
+    # The first is in no step of decodes only. Of the others one is enough, and where it is argmax,
+    # torch chooses tokens that are not greedy behind a graph that ends with logits.
+    elsewhere = {"attention_prefill", "sample" if "sample" in lacking else "argmax"}
+    return [_undeclared(op, name) for op, name in lacking.items() if op not in elsewhere]
+
+
+def partial_obstacles(ops: OpTable) -> list[str]:
+    """Return what is launched op by op although steps of decodes are graphs, and why."""
+    lacking = ops.lacking("cuda_graph")
     return [
-        f"{op} of backend {name!r} is not declared cuda_graph"
-        for op, name in ops.lacking("cuda_graph").items()
-        # The first is in no step of decodes only, and behind a graph that ends with logits torch
-        # chooses tokens.
-        if op not in ("attention_prefill", "sample")
+        f"{what}: {_undeclared(op, lacking[op])}"
+        for op, what in (
+            ("attention_prefill", "steps with prompts"),
+            ("sample", "the choice of tokens that are not greedy"),
+        )
+        if op in lacking
     ]
+
+
+def _undeclared(op: str, backend: str) -> str:
+    return f"{op} of backend {backend!r} is not declared cuda_graph"
 
 
 @contextmanager
@@ -52,15 +68,16 @@ def captured(what: str, ops: OpTable) -> Iterator[None]:
     try:
         with torch.inference_mode():
             yield
+    except torch.OutOfMemoryError:
+        raise  # says enough, and is no fault of an op
     except Exception as error:
-        first: BaseException = error  # to end the capture fails as well, and says less
-        while first.__context__ is not None:
-            first = first.__context__
-        culprit, reason = ops.culprit(first), " ".join(str(first).split())
-        where = f", by {culprit}" if culprit else ""
+        culprit = ops.culprit(error)
+        if culprit is None and error.__cause__ is not None:
+            culprit = ops.culprit(error.__cause__)
+        where, reason = f", by {culprit}" if culprit else "", " ".join(str(error).split())
         raise KernelError(
             f"{what} cannot be captured in a CUDA graph{where}: "
-            f"{type(first).__name__}: {reason}; enforce_eager does without graphs"
+            f"{type(error).__name__}: {reason}; enforce_eager does without graphs"
         ) from error
     _LOG.info("captured %s", what)
 
@@ -79,11 +96,26 @@ class CudaCapture:
     def __call__(self, fn: Callable[[], object]) -> Graph:
         """Return the graph of what `fn` launches on the current stream."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            fn()
+        failure: Exception | None = None
+        try:
+            with (
+                launching(torch.cuda.current_device()),
+                # A capture that fails leaves its own stream the current one.
+                torch.cuda.stream(torch.cuda.current_stream()),
+                # Other threads may use the device meanwhile.
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ),
+            ):
+                try:
+                    fn()
+                except Exception as error:
+                    failure = error
+        except RuntimeError:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure  # and not that to end the capture failed as well
         return graph
 
 

@@ -13,10 +13,11 @@ import torch
 from tvr.contract import Bounds, DeviceFacts
 from tvr.core.batch import DeviceTables
 from tvr.core.checkpoint_source import open_checkpoint
+from tvr.core.chunk_graphs import padded
 from tvr.core.config import ModelConfig
 from tvr.core.engine_config import EngineConfig
 from tvr.core.garbage import leave_out_of_collections
-from tvr.core.graph_capture import CudaCapture, obstacles
+from tvr.core.graph_capture import CudaCapture, obstacles, partial_obstacles
 from tvr.core.hub import resolve_model
 from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
@@ -48,7 +49,8 @@ class EngineParts:
     """What `load_engine` built.
 
     Attributes:
-        eager_reasons: why no step is launched as a CUDA graph; empty: decodes are.
+        eager_reasons: why steps, or parts of them, are launched op by op; empty: nothing is.
+        left_out: what there was is left out of garbage collections.
         load_seconds: how long loading took.
     """
 
@@ -62,6 +64,7 @@ class EngineParts:
     dtype: str
     load_seconds: float
     eager_reasons: tuple[str, ...] = ()
+    left_out: bool = False
 
 
 def device_facts(device: str) -> DeviceFacts:
@@ -207,7 +210,8 @@ def load_engine(
             vocab_size=model_config.vocab_size,
             batch_invariant=config.batch_invariant,
         )
-        ops.allocate(bounds)
+        room = padded(bounds) if device.type == "cuda" else bounds
+        ops.allocate(room)
         if before is not None and config.num_blocks is None:
             torch.cuda.reset_peak_memory_stats(where)
             pool = run_largest_steps(llama, ops, step_ops, bounds, config.block_size, where)
@@ -227,14 +231,16 @@ def load_engine(
             # A tokenizer may know more ids than the model has logits.
             eos_ids |= {i for i in tokenizer.eos_token_ids if i < model_config.vocab_size}
         sampler = SamplerState(seqs, model_config.vocab_size, where, eos_token_ids=eos_ids)
-        ops.start(bounds)
+        ops.start(room)
         runner = ModelRunner(llama, ops, step_ops, kv_cache, tables, sampler)
         eager_reasons = ["the device is no GPU"]
         if device.type == "cuda":
             warm_up(runner, bounds, config.block_size, num_blocks)
+            runner.counts.clear()
             eager_reasons = obstacles(config, ops)
         if not eager_reasons:
-            sized = replace(bounds, max_seq_len=context)
+            eager_reasons = partial_obstacles(ops)
+            sized = replace(bounds, max_seq_len=context, max_q_len=min(bounds.max_q_len, context))
             capture = CudaCapture(ops.stream)
             runner.graphs = capture_steps(
                 llama, ops, step_ops, kv_cache, tables, sampler, sized, capture
@@ -258,5 +264,6 @@ def load_engine(
         device=device,
         dtype=dtype,
         eager_reasons=tuple(eager_reasons),
+        left_out=device.type == "cuda",
         load_seconds=time.perf_counter() - began,
     )

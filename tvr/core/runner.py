@@ -31,6 +31,7 @@ from tvr.core.step_extras import NO_EXTRAS, PromptRows, StepExtras
 from tvr.core.step_graphs import StepGraphs
 from tvr.core.step_ops import StepOps
 from tvr.core.step_result import DeviceResult, StepResult
+from tvr.core.streams import launching
 from tvr.errors import KernelError
 
 #: Waits for a step and returns its results.
@@ -45,10 +46,13 @@ MAX_PROMPT_LOGIT_ROWS = 1024
 def on_device(
     device: torch.device, stream: torch.cuda.Stream | None
 ) -> AbstractContextManager[Any]:
-    """Return a context in which torch allocates and launches on `device`, on `stream` if given."""
-    if stream is not None:
-        return torch.cuda.stream(stream)
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    """Return a context in which torch allocates and launches on `device`, on `stream` if given.
+
+    Without one, on the device's default stream, whatever the caller's own is.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.default_stream(device) if stream is None else stream)
 
 
 class ModelRunner:
@@ -111,7 +115,7 @@ class ModelRunner:
         if self._worker is not None:
             return partial(_result_of, self._worker.submit(step))
         # Whichever thread this is: its current device and stream may be others.
-        with on_device(self._device, self._stream):
+        with on_device(self._device, self._stream), launching(torch.cuda.current_device()):
             try:
                 pinned = step().to_pinned()
             except SystemExit as error:
@@ -130,8 +134,10 @@ class ModelRunner:
         self, packed: PackedStep, resets: Sequence[RowState], extras: StepExtras
     ) -> DeviceResult:
         """Compute one step."""
-        self._sampler.reset(resets)
+        # The tables first: if this step fails later on, the next one must not find the blocks of
+        # those who had the rows before.
         batch, rows = self._tables.prepare_step(packed)
+        self._sampler.reset(resets)
         assert batch.logit_rows is not None
         last = batch.logit_rows
         if extras.prompts:
@@ -159,7 +165,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _replay(self, packed: PackedDecodes, extras: StepExtras) -> DeviceResult:
-        """Compute one step by a graph; what chooses tokens otherwise than greedily comes behind."""
+        """Compute one step by a graph; tokens that it cannot choose are chosen behind it."""
         assert self.graphs is not None, "whoever submits has asked for them"
         self.counts["graph"] += 1
         graphs = self.graphs.decodes
@@ -249,6 +255,8 @@ class ModelRunner:
         """Wait for the steps in flight, end the worker thread and let go of model and KV pool."""
         if self._worker is not None:
             self._worker.shutdown()
+        else:
+            torch.cuda.synchronize(self._device)
         self.graphs = None
         del self._model, self._kv_cache, self._tables, self._sampler, self._step_ops
 
@@ -264,10 +272,8 @@ def _with_prompts(logit_rows: Tensor, prompts: Sequence[PromptRows]) -> Tensor:
 
 def _sampled_logprobs(
     logits: Tensor, tokens: Tensor, places: Sequence[tuple[int, int]]
-) -> LogprobTensors | None:
+) -> LogprobTensors:
     """Return those of the sampling entries in `places`."""
-    if not places:
-        return None
     index = to_index([place for place, _ in places], len(logits), logits.device)
     return LogprobTensors.of(logits[index], tokens[index], max(num for _, num in places))
 

@@ -210,7 +210,7 @@ class SamplerState:
 
     def is_greedy(self, rows: Sequence[int]) -> bool:
         """Return whether all of `rows` take the largest of the model's logits, and nothing else."""
-        return self._special.isdisjoint(rows) and self._unusual.isdisjoint(rows)
+        return self._special.isdisjoint(rows)
 
     def is_usual(self, rows: Sequence[int]) -> bool:
         """Return whether the tables say all about `rows`: no rule has a say."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from tvr.contract import Bounds
 from tvr.core.batch import DeviceTables
-from tvr.core.chunk_graphs import ChunkGraphs
+from tvr.core.chunk_graphs import ChunkGraphs, padded
 from tvr.core.decode_graphs import DecodeGraphs
 from tvr.core.graph_capture import Capture, no_collection
 from tvr.core.kv_cache import KVCache
@@ -41,7 +41,9 @@ def capture_steps(
     Raises:
         KernelError: a step cannot be captured.
     """
-    model.reserve(bounds.max_num_tokens)  # a graph knows addresses: nothing may move from here on
+    model.reserve(
+        padded(bounds).max_num_tokens
+    )  # a graph knows addresses: nothing may move from here on
     decodes = DecodeGraphs(
         model,
         ops,

@@ -1,15 +1,26 @@
-"""Running on a backend's own CUDA stream from within the engine's."""
+"""CUDA streams: a backend's own beside the engine's, and who may launch."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
 
 from tvr.contract import BoundOp
+
+
+@cache
+def launching(device_index: int) -> threading.RLock:
+    """Return what a thread holds while it launches a step on a device, or captures one.
+
+    Engines of one process may share a stream, a backend's: what one launched while another
+    captures there would be in the other's graph, and would not run.
+    """
+    return threading.RLock()
 
 
 def on_stream(bound: BoundOp, stream: Any) -> BoundOp:  # noqa: ANN401
