@@ -82,7 +82,9 @@ BACKENDS = {"plan_inside": graph_safe.backend, "plan_outside": plans_on_the_host
 @contextmanager
 def graphed(checkpoint, backend, *, capture=tape.capture, **settings):
     """Yield an engine whose steps of decodes are replays of a tape, and none of them eager."""
-    settings = {"max_num_seqs": 8, "dtype": "float32", "device": "cpu", **settings}
+    # A tape keeps every result of every graph: small steps, or it would be gigabytes.
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    settings = {**sizes, "dtype": "float32", "device": "cpu", **settings}
     allocate = OpTable.allocate
     with pytest.MonkeyPatch.context() as patch:
         # As on a GPU: workspaces have room for padding.
