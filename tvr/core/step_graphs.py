@@ -17,9 +17,11 @@ from tvr.core.step_ops import StepOps
 
 
 class StepGraphs(NamedTuple):
-    """Attributes:
-    decodes: of steps of decodes only.
-    chunks: of small steps with prefill chunks; None: an op cannot be captured there.
+    """What launches the steps of a model that it holds.
+
+    Attributes:
+        decodes: of steps of decodes only.
+        chunks: of small steps with prefill chunks; None: an op cannot be captured there.
     """
 
     decodes: DecodeGraphs
@@ -41,9 +43,8 @@ def capture_steps(
     Raises:
         KernelError: a step cannot be captured.
     """
-    model.reserve(
-        padded(bounds).max_num_tokens
-    )  # a graph knows addresses: nothing may move from here on
+    # A graph knows addresses: nothing may move from here on.
+    model.reserve(padded(bounds).max_num_tokens)
     decodes = DecodeGraphs(
         model,
         ops,
