@@ -191,17 +191,13 @@ class _Inputs:
 
     def clear(self, decodes: int, tokens: int) -> None:
         """Make all of it padding."""
-        num_tokens = decodes + tokens
-        self._input_ids[:num_tokens].zero_()
-        self._positions[:num_tokens].zero_()
-        self._slot_mapping[:num_tokens].fill_(-1)
-        self._seq_lens.zero_()
-        self._chunk_ends.zero_()
-        self._ends.copy_(self._decode_ends.clamp(max=decodes))
+        self._clear_tokens(decodes + tokens)
+        self._end_chunks_at(self._decode_ends[:1], decodes)
 
     def load(self, batch: ForwardBatch, decodes: int, tokens: int) -> None:
         """Copy a step's arrays, and fill the rest with padding."""
-        self.clear(decodes, tokens)
+        assert batch.prefill is not None
+        self._clear_tokens(decodes + tokens)
         n = batch.num_decode_tokens
         for to, given in (
             (self._input_ids, batch.input_ids),
@@ -215,11 +211,19 @@ class _Inputs:
                 columns = meta.block_table.shape[1]
                 _copy(self._block_table[:, :columns], meta.block_table, first)
                 _copy(self._seq_lens, meta.seq_lens, first)
-        assert batch.prefill is not None
-        ends = batch.prefill.cu_seqlens_q
-        # Padding begins and ends where the last chunk ends.
+        self._end_chunks_at(batch.prefill.cu_seqlens_q, decodes)
+
+    def _clear_tokens(self, num_tokens: int) -> None:
+        self._input_ids[:num_tokens].zero_()
+        self._positions[:num_tokens].zero_()
+        self._slot_mapping[:num_tokens].fill_(-1)
+        self._seq_lens.zero_()
+
+    def _end_chunks_at(self, ends: Tensor, decodes: int) -> None:
+        """Set where chunks end: `ends` [chunks + 1] int32 from 0; padding, where the last does."""
         self._chunk_ends.copy_(ends[-1:].expand(len(self._chunk_ends)))
         _copy(self._chunk_ends, ends, 0)
+        self._ends.copy_(self._decode_ends)  # a token each, as far as there are decodes
         behind = len(self._ends) - decodes
         torch.add(self._chunk_ends[:behind], decodes, out=self._ends[decodes:])
 

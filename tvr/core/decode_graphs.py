@@ -48,9 +48,6 @@ class DecodeGraphs:
             move.
         max_num_seqs: sequences of the largest step.
         max_seq_len: tokens of the longest sequence.
-
-    Attributes:
-        sizes: the batch sizes that have graphs, rising.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class DecodeGraphs:
         max_num_seqs: int,
         max_seq_len: int,
     ) -> None:
-        self.sizes = graph_sizes(max_num_seqs)
+        self._sizes = graph_sizes(max_num_seqs)
         self._model = model
         self._ops = ops
         self._step_ops = step_ops
@@ -73,7 +70,7 @@ class DecodeGraphs:
         self._kv_cache = kv_cache
         self._tables = tables
         self._plans_inside = ops.plans_in_graph(prefill=False)
-        most = self.sizes[-1]
+        most = self._sizes[-1]
         self._inputs = DecodeInputs(
             tables, step_ops.prepare_step, size=most, max_seq_len=max_seq_len
         )
@@ -89,7 +86,7 @@ class DecodeGraphs:
         Raises:
             KernelError: a step cannot be captured; the op at fault is named.
         """
-        for size in reversed(self.sizes):
+        for size in reversed(self._sizes):
             with captured(f"a step of {size} decodes", self._ops):
                 self._capture(capture, size)
 
@@ -105,7 +102,7 @@ class DecodeGraphs:
 
     def holds(self, num_seqs: int) -> bool:
         """Whether there is a graph for a step of so many decodes."""
-        return num_seqs <= self.sizes[-1]
+        return num_seqs <= self._sizes[-1]
 
     def chooses(self, rows: list[int]) -> bool:
         """Whether `tokens` gives these rows of the sampler what they ask for."""
@@ -135,7 +132,7 @@ class DecodeGraphs:
         return self._logits[:n], self._inputs.rows[:n], self._inputs.positions[:n]
 
     def _run(self, packed: PackedDecodes, graphs: dict[int, Graph]) -> None:
-        size = self.sizes[bisect_left(self.sizes, len(packed.rows))]
+        size = self._sizes[bisect_left(self._sizes, len(packed.rows))]
         self._inputs.load(packed, size)
         if not self._plans_inside:
             self._preparing[size].replay()
