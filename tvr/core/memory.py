@@ -57,10 +57,13 @@ def shown_bytes(num_bytes: int) -> str:
 def step_limits(config: EngineConfig, device_type: str) -> tuple[int, int]:
     """Return (max_num_seqs, max_num_batched_tokens), defaults filled in.
 
+    On a GPU prompts come in few large steps: what attention has cached before is read by slower
+    paths than what is new. Whoever answers others meanwhile may want smaller ones.
+
     Raises:
         ConfigError: a step would be too small for one token of each sequence.
     """
-    tokens = config.max_num_batched_tokens or (8192 if device_type == "cuda" else 2048)
+    tokens = config.max_num_batched_tokens or (16384 if device_type == "cuda" else 2048)
     seqs = config.max_num_seqs or min(tokens, 256 if device_type == "cuda" else 32)
     if seqs > tokens:
         raise ConfigError(
