@@ -154,6 +154,5 @@ class DecodeGraphs:
             out.copy_(greedy_tokens(logits, self._step_ops.argmax))
             self._tables.keep_tokens(rows, out)
             return
-        positions = self._sampler.output_positions(rows, self._inputs.positions[:size])
-        last_token, tables = self._tables.last_token, self._sampler.tables
-        self._step_ops.sample(logits, rows, positions, tables, last_token, out=out)
+        positions = self._inputs.positions[:size]
+        self._step_ops.choose(logits, rows, positions, self._sampler, self._tables, out=out)

@@ -202,13 +202,13 @@ class ModelRunner:
             logits = raw_logits.clone()
             failures = {row.sequence_id: row.apply(logits) for row in extras.processed}
             errors = {i: error for i, error in failures.items() if error is not None}
-        output_positions = self._sampler.output_positions(rows, positions)
         if self._step_ops.sample is not None and self._sampler.is_usual(host_rows):
-            tokens = torch.empty_like(rows)
-            last_token, tables = self._tables.last_token, self._sampler.tables
-            self._step_ops.sample(logits, rows, output_positions, tables, last_token, out=tokens)
+            tokens = self._step_ops.choose(
+                logits, rows, positions, self._sampler, self._tables, out=torch.empty_like(rows)
+            )
         else:
             argmax = self._step_ops.argmax
+            output_positions = self._sampler.output_positions(rows, positions)
             tokens = sample(
                 logits, self._sampler, rows, output_positions, argmax, host_rows=host_rows
             )

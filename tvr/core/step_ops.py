@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tvr.contract import ArgmaxSpec, PrepareStepSpec, SampleSpec
+from tvr.core.batch import DeviceTables
 from tvr.core.ops import OpTable
+from tvr.core.sampler_state import SamplerState
 
 
 class StepOps(NamedTuple):
@@ -51,3 +53,29 @@ class StepOps(NamedTuple):
             argmax=ops.bind_at(argmax, "sampler").run,
             sample=sample if "cuda_graph" in ops.flags(choice) else None,
         )
+
+    def choose(
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        sampler: SamplerState,
+        tables: DeviceTables,
+        *,
+        out: Tensor,
+    ) -> Tensor:
+        """Return `out` with the tokens that the sampler's tables ask for, by the op `sample`.
+
+        Args:
+            logits: [R, vocab] in the activation dtype.
+            rows, positions: [R] int64, of the newest token of each row.
+            sampler: what rows ask for; `is_usual` must hold of these.
+            tables: where the next step reads its tokens.
+            out: [R] int64; -1 for a row without a finite logit.
+
+        Mutates: `out`, the sampler's counts and `tables.last_token`.
+        """
+        assert self.sample is not None, "whoever chooses so has looked"
+        output_positions = sampler.output_positions(rows, positions)
+        self.sample(logits, rows, output_positions, sampler.tables, tables.last_token, out=out)
+        return out
