@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import weakref
 
-from tvr.core.garbage import leave_out_of_collections, take_back
+import pytest
+
+from tvr.core.garbage import FrozenObjects, frozen_objects
 
 
 class Ring:
@@ -15,20 +17,76 @@ class Ring:
         self.me = self
 
 
-def test_what_is_left_out_comes_back_and_is_freed():
+def is_left_out(ring):
+    return all(o is not ring for o in gc.get_objects())
+
+
+@pytest.fixture
+def frozen():
+    """What freezes and unfreezes, in a process where nothing is frozen."""
+    assert gc.get_freeze_count() == 0
+    yield FrozenObjects()
+    gc.unfreeze()
+
+
+def test_what_is_left_out_comes_back_and_is_freed(frozen):
     kept, garbage = Ring(), Ring()
     ghosts = weakref.ref(kept), weakref.ref(garbage)
     del garbage
-    try:
-        leave_out_of_collections()
-        assert ghosts[1]() is None  # what was garbage before is gone
-        assert gc.get_freeze_count() > 1000
-        assert len(gc.get_objects()) < 1000
-        del kept
-        gc.collect()
-        assert ghosts[0]() is not None
-    finally:
-        take_back()
+    assert frozen.freeze()
+    assert ghosts[1]() is None  # what was garbage before is gone
+    assert gc.get_freeze_count() > 1000
+    assert len(gc.get_objects()) < 1000
+    del kept
+    gc.collect()
+    assert ghosts[0]() is not None
+    frozen.unfreeze()
     gc.collect()
     assert ghosts[0]() is None
     assert gc.get_freeze_count() == 0
+
+
+def test_the_first_engine_to_close_leaves_the_others_objects_frozen(frozen):
+    rings = []
+    for _ in range(2):
+        rings.append(Ring())
+        assert frozen.freeze()
+    frozen.unfreeze()
+    assert all(is_left_out(ring) for ring in rings)
+    frozen.unfreeze()
+    assert gc.get_freeze_count() == 0
+    assert frozen.freeze()  # and an engine that is loaded afterwards is left out again
+    assert is_left_out(rings[0])
+
+
+def test_what_somebody_froze_before_is_left_to_him(frozen):
+    theirs = Ring()
+    gc.freeze()
+    ours = Ring()
+    assert not frozen.freeze()
+    assert is_left_out(theirs)
+    assert not is_left_out(ours)
+
+
+@pytest.mark.parametrize("num_engines_after", [0, 1])
+def test_what_somebody_froze_since_stays_frozen(frozen, num_engines_after):
+    assert frozen.freeze()
+    theirs = Ring()
+    gc.freeze()
+    for _ in range(num_engines_after):
+        assert frozen.freeze()
+    for _ in range(1 + num_engines_after):
+        frozen.unfreeze()
+    assert is_left_out(theirs)
+
+
+def test_what_somebody_unfroze_is_no_trouble(frozen):
+    assert frozen.freeze()
+    gc.unfreeze()
+    frozen.unfreeze()
+    assert gc.get_freeze_count() == 0
+    assert frozen.freeze()
+
+
+def test_all_engines_of_a_process_share_what_freezes():
+    assert frozen_objects() is frozen_objects()

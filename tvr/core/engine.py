@@ -13,7 +13,7 @@ from tvr.core.bad_words import bad_word_ids
 from tvr.core.batch import pack_step
 from tvr.core.decode_inputs import pack_decodes
 from tvr.core.engine_config import EngineConfig
-from tvr.core.garbage import take_back
+from tvr.core.garbage import frozen_objects
 from tvr.core.loader import EngineParts
 from tvr.core.outputs import RequestOutput
 from tvr.core.prompt import Prompt, prompt_token_ids
@@ -385,4 +385,4 @@ class Engine:
             self._end_all("abort")
             self._runner.close()
             if self.parts.left_out:
-                take_back()
+                frozen_objects().unfreeze()

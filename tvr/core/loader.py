@@ -16,7 +16,7 @@ from tvr.core.checkpoint_source import open_checkpoint
 from tvr.core.chunk_graphs import padded
 from tvr.core.config import ModelConfig
 from tvr.core.engine_config import EngineConfig
-from tvr.core.garbage import leave_out_of_collections
+from tvr.core.garbage import frozen_objects
 from tvr.core.graph_capture import CudaCapture, obstacles, partial_obstacles
 from tvr.core.hub import resolve_model
 from tvr.core.kv_cache import KVCache
@@ -50,7 +50,7 @@ class EngineParts:
 
     Attributes:
         eager_reasons: why steps, or parts of them, are launched op by op; empty: nothing is.
-        left_out: what there was is left out of garbage collections.
+        left_out: what there was is left out of garbage collections, until the engine is closed.
         load_seconds: how long loading took.
     """
 
@@ -245,8 +245,7 @@ def load_engine(
             runner.graphs = capture_steps(
                 llama, ops, step_ops, kv_cache, tables, sampler, sized, capture
             )
-    if device.type == "cuda":
-        leave_out_of_collections()
+    left_out = device.type == "cuda" and frozen_objects().freeze()
     return EngineParts(
         model_config=model_config,
         tokenizer=tokenizer,
@@ -264,6 +263,6 @@ def load_engine(
         device=device,
         dtype=dtype,
         eager_reasons=tuple(eager_reasons),
-        left_out=device.type == "cuda",
+        left_out=left_out,
         load_seconds=time.perf_counter() - began,
     )
