@@ -66,6 +66,13 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
         "BK": (1024, 2048, 4096),
         "PARTS": (16, 32),
     },
+    "linear_split": {
+        "num_warps": (4, 8),
+        "num_stages": (3, 4, 6),
+        "BN": (64, 128),
+        "BK": (64, 128),
+        "PROGRAMS": (1, 2),
+    },
     "silu_mul": {"num_warps": (4, 8), "BLOCK": (1024, 2048, 4096)},
     "rms_norm": {"num_warps": (1, 2, 4, 8, 16)},
     "add_rms_norm": {"num_warps": (1, 2, 4, 8, 16)},

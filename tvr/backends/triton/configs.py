@@ -28,6 +28,7 @@ BLOCKS: dict[str, frozenset[str]] = {
     "silu_mul": frozenset({"BLOCK"}),
     "linear_plain": frozenset({"BN", "BK"}),
     "linear_dot": frozenset({"BN", "BK", "PARTS"}),
+    "linear_split": frozenset({"BN", "BK", "PROGRAMS"}),
     "argmax": frozenset({"BLOCK", "KEYS"}),
     "prepare_step": frozenset({"COLUMNS"}),
     "sample_best": frozenset({"BLOCK"}),

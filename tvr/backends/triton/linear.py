@@ -1,4 +1,7 @@
-"""The matrix product for up to 8 rows: the weight is read once, as it lies in the checkpoint."""
+"""The matrix product for up to 8 rows: the weight is read once, as it lies in the checkpoint.
+
+More rows are linear_split.py's.
+"""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 import triton
@@ -8,6 +11,7 @@ from torch import Tensor
 from tvr.backends.triton.configs import tuned
 from tvr.backends.triton.device import let_next_start, wait_for_inputs
 from tvr.backends.triton.launch import Config, Gpu, Kernel
+from tvr.backends.triton.linear_split import bind_split_linear
 from tvr.contract import BoundOp, LinearSpec
 from tvr.errors import KernelError
 
@@ -182,6 +186,8 @@ def store_sums(sums, bias, out, row, feature, num_rows, out_features):
 
 
 def bind_linear(spec: LinearSpec, gpu: Gpu) -> BoundOp:
+    if spec.max_rows is None or spec.max_rows > _MOST_ROWS:
+        return bind_split_linear(spec, gpu)
     # A row's bits must not depend on the others: then all counts of rows have one order of sums.
     most = (_MOST_ROWS,) if spec.batch_invariant else (1, 2, 4, _MOST_ROWS)
     launches = {rows: _launch(spec, gpu, rows) for rows in most}
