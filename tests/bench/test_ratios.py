@@ -71,6 +71,12 @@ def test_every_quantity_of_a_model_is_compared():
     }
 
 
+def test_how_a_model_was_run_keeps_no_rows_apart(results):
+    a = results("a.json", row(8.0, enforce_eager=False, batch_invariant=False))
+    b = results("b.json", row(4.0, enforce_eager=True, batch_invariant=True))
+    assert "0.500  faster" in format_comparison(a, b)
+
+
 def test_files_of_one_backend_each_are_compared_as_these(results):
     text = format_comparison(results("a.json", row(8.0)), results("b.json", row(4.0, "b")))
     assert "B: " in text.splitlines()[1]

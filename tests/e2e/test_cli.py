@@ -20,6 +20,7 @@ import typer
 from support.cli import refused_here, run_here
 from support.engines import save_shape, save_text_model
 from support.plugins import install, install_sample
+from tvr import LLM
 from tvr.cli.app import run_app
 
 TIMEOUT = 120
@@ -94,6 +95,21 @@ def test_stats_say_times_memory_and_who_served_each_op(model):
     for word in ("TTFT", "tokens/s", "KV used", "KV pool", "op attention_decode", "torch"):
         assert word in done.stderr
     assert "TTFT" not in done.stdout
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_engine_is_built_as_the_options_say(model, monkeypatch, asked):
+    configs, init = [], LLM.__init__
+
+    def watched(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        configs.append(self.config)
+
+    monkeypatch.setattr(LLM, "__init__", watched)
+    options = ("--enforce-eager", "--batch-invariant", "--strict") if asked else ()
+    assert run_here("run", "a dog", "--model", model, *RUN, *options).returncode == 0
+    (config,) = configs
+    assert {config.enforce_eager, config.batch_invariant, config.strict} == {asked}
 
 
 def test_output_comes_as_it_is_made(model):

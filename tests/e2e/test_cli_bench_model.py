@@ -10,6 +10,7 @@ from support.bench_models import save_config
 from support.cli import refused_here, run_here
 from support.plugins import install
 from tvr.bench.engine_latency import Latency
+from tvr.core.llm import LLM
 
 #: Two backends: "wrong" turns keys and queries the other way, "slow" is right and takes its time.
 SOURCES = """
@@ -128,6 +129,33 @@ def test_latency_has_a_table_and_rows_of_every_size(bench, tmp_path):
     assert header["protocol"] == {"warmup_iterations": 0, "iterations": 5}
     assert header["backends"]["torch"]["distribution"] == "tvr"
     assert not header["interrupted"]
+
+
+@pytest.mark.parametrize("command", ["latency", "throughput"])
+@pytest.mark.parametrize("asked", [True, False])
+def test_engines_run_as_asked_and_rows_say_how(bench, tmp_path, monkeypatch, command, asked):
+    configs, init = [], LLM.__init__
+
+    def watched(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        configs.append((self.config.enforce_eager, self.config.batch_invariant))
+
+    monkeypatch.setattr(LLM, "__init__", watched)
+    sizes = {
+        "latency": ("--batch", "1", *ITERS),
+        "throughput": ("--num-prompts", "1", "--input-len", "4", "--num-iters", "1"),
+    }[command]
+    options = ("--enforce-eager", "--batch-invariant") if asked else ()
+    file = tmp_path / "l.json"
+    to = ("--output-len", "2", "--backend", "torch", "--json", file)
+    done = bench(command, *sizes, *options, *to)
+    assert done.returncode == 0
+    (row,) = rows_in(file)
+    assert (row["enforce_eager"], row["batch_invariant"]) == (asked, asked)
+    assert ("random weights, op by op, batch-invariant" in done.stdout) is asked
+    reference, measured = configs  # one that judges, and one that is judged
+    assert reference == (asked, False)
+    assert measured == (asked, asked)
 
 
 def test_a_fault_while_it_is_timed_costs_the_number(bench, tmp_path, monkeypatch):

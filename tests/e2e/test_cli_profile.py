@@ -14,6 +14,7 @@ from support.bench_models import SIZES, save_config
 from support.cli import refused_here, run_here
 from support.plugins import install
 from tvr import LLM, SamplingParams
+from tvr.bench import engine_profile
 from tvr.bench.trace import read_trace
 from tvr.contract import OPS
 from tvr.core.phases import HOST_PHASES, STEP_PHASES, marked_phases
@@ -165,6 +166,24 @@ def test_a_step_that_is_a_graph_says_so(tmp_path):
             llm.generate([[1, 2], [3]], params)
     steps = [name for name in seen if name.startswith("step")]
     assert steps == ["step: 3 prefill tokens", *["step: 2 decodes in a graph"] * 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "eager"), [((), True), (("--enforce-eager",), True), (("--graphs",), False)]
+)
+def test_a_profile_says_eager_as_other_commands_do(tmp_path, monkeypatch, options, eager):
+    loaded, load = [], engine_profile.load_for_profile
+
+    def watched(*args, **kwargs):
+        loaded.append(load(*args, **kwargs))
+        return loaded[-1]
+
+    monkeypatch.setattr(engine_profile, "load_for_profile", watched)
+    model = ("--model", save_config(tmp_path / "small"), "--load-format", "dummy")
+    sizes = ("--input-len", "4", "--output-len", "2", "--steps", "1", "--device", "cpu")
+    done = run_here("profile", *model, *sizes, *options, "-o", tmp_path / "t.json")
+    assert done.returncode == 0
+    assert loaded[0].config.enforce_eager is eager
 
 
 def test_with_graphs_only_phases_have_ranges(tmp_path):

@@ -33,6 +33,7 @@ class BenchModel:
         load_format: as in `EngineConfig`.
         max_model_len: as asked for; None: as long as what is measured.
         plugins: a plugins.toml; None: the packaged one.
+        enforce_eager, batch_invariant: as in `EngineConfig`.
     """
 
     path: Path
@@ -43,6 +44,8 @@ class BenchModel:
     load_format: str
     max_model_len: int | None
     plugins: Path | None
+    enforce_eager: bool = False
+    batch_invariant: bool = False
 
     @classmethod
     def open(
@@ -55,6 +58,8 @@ class BenchModel:
         load_format: str,
         max_model_len: int | None,
         plugins: Path | None,
+        enforce_eager: bool = False,
+        batch_invariant: bool = False,
     ) -> BenchModel:
         """Read the model's config and resolve "auto"; takes no memory for weights.
 
@@ -77,12 +82,20 @@ class BenchModel:
             load_format=load_format,
             max_model_len=max_model_len,
             plugins=plugins,
+            enforce_eager=enforce_eager,
+            batch_invariant=batch_invariant,
         )
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What tells rows of this model from those of others."""
-        return {"model": self.name, "load_format": self.load_format, "dtype": self.dtype}
+        """What rows say of the model: what tells them from those of others, and how it runs."""
+        return {
+            "model": self.name,
+            "load_format": self.load_format,
+            "dtype": self.dtype,
+            "enforce_eager": self.enforce_eager,
+            "batch_invariant": self.batch_invariant,
+        }
 
     @property
     def most_tokens(self) -> int:
@@ -131,6 +144,8 @@ class BenchModel:
             enable_prefix_caching=False,
             load_format=self.load_format,
             plugins=self.plugins,
+            enforce_eager=self.enforce_eager,
+            batch_invariant=self.batch_invariant,
         )
 
     def backends(self, names: tuple[str, ...] | None) -> dict[str, tuple[str | None, str | None]]:

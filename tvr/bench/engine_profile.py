@@ -21,18 +21,17 @@ from tvr.core.sampling_params import SamplingParams
 from tvr.errors import ConfigError
 
 
-def load_for_profile(
-    model: BenchModel, backend: str, *, context: int, num_seqs: int, eager: bool = True
-) -> LLM:
+def load_for_profile(model: BenchModel, backend: str, *, context: int, num_seqs: int) -> LLM:
     """Return an engine whose ops are ranges of a profile, and without a prefix cache.
+
+    Where the model is not to be launched eagerly, steps may be CUDA graphs. In these there are no
+    calls to see, so ops are no ranges, and kernels have no name but their own.
 
     Args:
         model: what runs.
         backend: the one put first.
         context: most tokens of a request.
         num_seqs: requests that must run at once.
-        eager: launch op by op, with a range for each call. Else steps may be CUDA graphs, in which
-            there are no calls to see: kernels then have no name but their own.
 
     Raises:
         TvrError: it cannot be loaded.
@@ -48,7 +47,9 @@ def load_for_profile(
         enable_prefix_caching=False,
         load_format=model.load_format,
         plugins=model.plugins,
-        shadow=OpRanges() if eager else None,
+        batch_invariant=model.batch_invariant,
+        enforce_eager=model.enforce_eager,
+        shadow=OpRanges() if model.enforce_eager else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tvr.bench.engine_model import BenchModel, others_at_work, refuse_others
@@ -160,7 +161,9 @@ def gate_lengths(model: BenchModel) -> tuple[int, int]:
 @contextmanager
 def _reference(model: BenchModel, dtype: str) -> Iterator[LLM]:
     context = sum(gate_lengths(model))
-    llm = model.load(REFERENCE, context=context, dtype=dtype, num_blocks=_NUM_BLOCKS)
+    # Torch pays dearly for batch invariance, and is no more right with it.
+    plain = replace(model, batch_invariant=False)
+    llm = plain.load(REFERENCE, context=context, dtype=dtype, num_blocks=_NUM_BLOCKS)
     try:
         refuse_others(llm, REFERENCE)
         yield llm

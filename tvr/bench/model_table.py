@@ -55,6 +55,10 @@ def _with_remarks(lines: list[list[str]], steps: Sequence[Sequence[Row]]) -> str
     heading = [first.get("workload"), first["model"], first["dtype"]]
     if first["load_format"] == "dummy":
         heading.append("random weights")
+    if first.get("enforce_eager"):
+        heading.append("op by op")
+    if first.get("batch_invariant"):
+        heading.append("batch-invariant")
     table = "\n".join([", ".join(filter(None, heading)), *aligned(lines)])
     remarks = dict.fromkeys(r for rows in steps for row in rows for r in _remarks(row))
     return "\n\n".join(filter(None, [table, "\n".join(remarks)]))

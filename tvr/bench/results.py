@@ -54,6 +54,7 @@ QUANTITIES = {
 _REMARKS = frozenset(
     {"bytes", "mode", "note", "launches", "samples", "sets", "error", "skipped", "gate"}
     | {"other_backends", "std_latency", "percentiles", "latencies", "first_token_latencies"}
+    | {"enforce_eager", "batch_invariant"}
     | {"elapsed_time", "num_requests", "total_num_tokens"}
     | {"completed", "failed", "total_input_tokens", "total_output_tokens", "input_lens"}
     | {"max_output_tokens_per_s", "max_concurrent_requests", "output_lens", "ttfts", "itls"}

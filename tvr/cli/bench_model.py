@@ -64,6 +64,8 @@ def latency(
     max_model_len: options.MaxModelLen = None,
     load_format: options.LoadFormat = "auto",
     plugins: options.Plugins = None,
+    enforce_eager: options.EnforceEager = False,
+    batch_invariant: options.BatchInvariant = False,
     debug: options.Debug = False,
 ) -> int:
     """Measure the time to the first token and between tokens, backends side by side.
@@ -82,7 +84,16 @@ def latency(
     if plot is not None:
         check_picture(plot)
     with redirect_stdout(sys.stderr):  # what a plugin prints belongs to no table
-        opened = open_model(model, device, dtype, load_format, max_model_len, plugins)
+        opened = open_model(
+            model,
+            device,
+            dtype,
+            load_format,
+            max_model_len,
+            plugins,
+            enforce_eager=enforce_eager,
+            batch_invariant=batch_invariant,
+        )
         from tvr.bench.engine_latency import Batch, Latency, sampling_name
         from tvr.bench.model_table import format_latency
 
@@ -145,6 +156,8 @@ def throughput(
     max_model_len: options.MaxModelLen = None,
     load_format: options.LoadFormat = "auto",
     plugins: options.Plugins = None,
+    enforce_eager: options.EnforceEager = False,
+    batch_invariant: options.BatchInvariant = False,
     debug: options.Debug = False,
 ) -> int:
     """Measure how fast many requests that come all at once are served.
@@ -168,7 +181,16 @@ def throughput(
         whole(name, value, 1)
     check_can_write({"--json": json_file})
     with redirect_stdout(sys.stderr):
-        opened = open_model(model, device, dtype, load_format, max_model_len, plugins)
+        opened = open_model(
+            model,
+            device,
+            dtype,
+            load_format,
+            max_model_len,
+            plugins,
+            enforce_eager=enforce_eager,
+            batch_invariant=batch_invariant,
+        )
         from tvr.bench.engine_throughput import Throughput
         from tvr.bench.model_table import format_throughput
         from tvr.bench.workload import nano_workload, random_workload
@@ -198,6 +220,9 @@ def open_model(
     load_format: str,
     max_model_len: int | None,
     plugins: str | None,
+    *,
+    enforce_eager: bool,
+    batch_invariant: bool,
 ) -> BenchModel:
     """Return the model of the options."""
     from tvr.bench.engine_model import BenchModel
@@ -211,6 +236,8 @@ def open_model(
         load_format=load_format,
         max_model_len=max_model_len,
         plugins=find_config(plugins, os.environ),
+        enforce_eager=enforce_eager,
+        batch_invariant=batch_invariant,
     )
 
 

@@ -32,6 +32,7 @@ def chat(
     plugins: options.Plugins = None,
     strict: options.Strict = False,
     enforce_eager: options.EnforceEager = False,
+    batch_invariant: options.BatchInvariant = False,
     stats: options.Stats = False,
     debug: options.Debug = False,
 ) -> None:
@@ -57,6 +58,7 @@ def chat(
         plugins=plugins,
         strict=strict,
         enforce_eager=enforce_eager,
+        batch_invariant=batch_invariant,
     ) as llm:
         has_template = llm.tokenizer is not None and llm.tokenizer.has_chat_template
         conversation = Conversation(llm, params, chat=has_template, system=system)

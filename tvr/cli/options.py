@@ -64,6 +64,13 @@ Strict = Annotated[
 EnforceEager = Annotated[
     bool, typer.Option("--enforce-eager", help="Launch steps op by op, none as a CUDA graph.")
 ]
+BatchInvariant = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant",
+        help="Only ops whose results do not depend, bit for bit, on what else is in a step.",
+    ),
+]
 Stats = Annotated[bool, typer.Option("--stats", help="Print times, KV use and who served each op.")]
 Shadow = Annotated[
     str | None,
@@ -91,6 +98,7 @@ class EngineOptions(TypedDict):
     plugins: str | None
     strict: bool
     enforce_eager: bool
+    batch_invariant: bool
 
 
 def model_path(model: str) -> Path:
@@ -135,6 +143,7 @@ def open_llm(
     plugins: str | None,
     strict: bool,
     enforce_eager: bool,
+    batch_invariant: bool = False,
     needs_tokenizer: bool = True,
     shadow: Watcher | None = None,
 ) -> LLM:
@@ -163,6 +172,7 @@ def open_llm(
             plugins=find_config(plugins, os.environ),
             strict=strict,
             enforce_eager=enforce_eager,
+            batch_invariant=batch_invariant,
             shadow=shadow,
             progress=progress,
         )

@@ -31,10 +31,14 @@ def profile(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw the steps as a timeline.")
     ] = None,
-    graphs: Annotated[
+    enforce_eager: Annotated[
         bool,
-        typer.Option("--graphs", help="Run as it is served: CUDA graphs, which hide the ops."),
-    ] = False,
+        typer.Option(
+            "--enforce-eager/--graphs",
+            help="Launch steps op by op, each op by name; or as served: CUDA graphs hide the ops.",
+        ),
+    ] = True,
+    batch_invariant: options.BatchInvariant = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     max_model_len: options.MaxModelLen = None,
@@ -56,7 +60,16 @@ def profile(
     if plot is not None:
         check_picture(plot)
     with redirect_stdout(sys.stderr):  # what a plugin prints belongs to no table
-        opened = open_model(model, device, dtype, load_format, max_model_len, plugins)
+        opened = open_model(
+            model,
+            device,
+            dtype,
+            load_format,
+            max_model_len,
+            plugins,
+            enforce_eager=enforce_eager,
+            batch_invariant=batch_invariant,
+        )
         from tvr.bench.engine_profile import load_for_profile, profile_steps
         from tvr.bench.trace import read_trace
         from tvr.bench.trace_table import trace_rows
@@ -70,7 +83,7 @@ def profile(
         header = opened.header(command_line(), names, sizes) | opened.fields
         options.allow_interrupts()
         with load_for_profile(
-            opened, backend, context=opened.max_model_len or need, num_seqs=batch, eager=not graphs
+            opened, backend, context=opened.max_model_len or need, num_seqs=batch
         ) as llm:
             done = profile_steps(
                 llm,

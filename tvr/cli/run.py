@@ -64,6 +64,7 @@ def run(
     plugins: options.Plugins = None,
     strict: options.Strict = False,
     enforce_eager: options.EnforceEager = False,
+    batch_invariant: options.BatchInvariant = False,
     stats: options.Stats = False,
     shadow: options.Shadow = None,
     shadow_file: options.ShadowFile = None,
@@ -93,6 +94,7 @@ def run(
         "plugins": plugins,
         "strict": strict,
         "enforce_eager": enforce_eager,
+        "batch_invariant": batch_invariant,
     }
     watcher = open_shadow(shadow, shadow_file, backend=backend, plugins=plugins)
     is_batch = input_file is not None or output_file is not None or as_json
