@@ -183,7 +183,7 @@ def _silu_mul(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec,
 
 def _linear(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec, Call]]:
     spec: Any = SPECS["linear"]
-    limits = [(rows, 8) for rows in s.rows] + [(8 * rows, 64) for rows in s.rows]
+    limits = [(rows, 8) for rows in s.rows] + [(16 * rows, 128) for rows in s.rows]
     for width, (rows, most) in itertools.product((s.hidden, 8 * s.hidden), limits):
         if most > 8 and dtype == torch.float32:
             continue  # nothing serves it

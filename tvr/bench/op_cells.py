@@ -35,7 +35,7 @@ ELEMENTWISE = ("rms_norm", "add_rms_norm", "rope", "kv_write", "rope_kv_write", 
 OPS = (*ELEMENTWISE, "linear", "argmax", "prepare_step", "sample")
 
 ROWS = (1, 8, 64, 256)
-LINEAR_ROWS = (1, 2, 4, 8, 16, 32, 64)
+LINEAR_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 MEGABYTES = 256
 
 CPU_ROWS = (1, 8)

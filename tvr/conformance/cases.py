@@ -57,10 +57,16 @@ _PREPARES = {"smoke": [(1, 16), (5, 16), (7, 1)], "quick": [(256, 16), (33, 64),
 _SAMPLES = {"smoke": [(1, 64), (10, 1000), (3, 4099)], "quick": [(10, 128256), (300, 130)]}
 # (rows, in, out, max_rows)
 _LINEARS: dict[str, list[tuple[int, int, int, int | None]]] = {
-    "smoke": [(1, 64, 96, 8), (5, 576, 40, 8), (2, 72, 5, 8), (9, 1152, 40, 64), (64, 72, 96, 64)],
+    "smoke": [
+        (1, 64, 96, 8),
+        (5, 576, 40, 8),
+        (2, 72, 5, 8),
+        (9, 1152, 40, 128),
+        (64, 72, 96, 128),
+    ],
     "quick": [
         *((rows, 1536, 576, None) for rows in (1, 8, 17, 130)),
-        *((rows, 2048, 2560, 64) for rows in (1, 17, 33, 64)),
+        *((rows, 2048, 2560, 128) for rows in (1, 17, 33, 64, 128)),
     ],
 }
 # (tokens, query heads, KV heads, head_dim, rotary_dim)

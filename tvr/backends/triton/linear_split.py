@@ -1,4 +1,4 @@
-"""The matrix product for 9 to 64 rows: tensor cores, the columns of few outputs shared out."""
+"""The matrix product for 9 to 128 rows: tensor cores, the columns of few outputs shared out."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from dataclasses import dataclass, replace
@@ -14,10 +14,10 @@ from tvr.backends.triton.launch import Config, Gpu, Kernel
 from tvr.contract import BoundOp, Bounds, LinearSpec
 from tvr.errors import KernelError
 
-MOST_ROWS = 64
+MOST_ROWS = 128
 
 #: Tiles of so many rows of x: a product of fewer rows takes as long.
-_ROW_TILES = (16, 32, 64)
+_ROW_TILES = (16, 32, 64, 128)
 
 _MIN_STEPS = 4  # tiles of columns of a split
 _MOST_SPLITS = 16
@@ -109,6 +109,13 @@ def store_features(sums, bias, out, row, feature, num_rows, out_features):
     tl.store(at, sums.to(out.dtype.element_ty), mask=is_real)
 
 
+def _default(rows: int) -> Config:
+    """Return tiles that two, or one of many rows, of a multiprocessor's programs have room for."""
+    if rows == MOST_ROWS:
+        return Config(8, 4, {"BN": 128, "BK": 64, "PROGRAMS": 1})
+    return Config(4, 4, {"BN": 64, "BK": 128 if rows <= 32 else 64, "PROGRAMS": 2})
+
+
 @dataclass(frozen=True)
 class Launch:
     """How a product of up to `rows` rows is shared out.
@@ -133,7 +140,7 @@ class Launch:
         config = tuned(
             "linear_split",
             gpu.sm,
-            Config(4, 4, {"BN": 64, "BK": 128 if rows <= 32 else 64, "PROGRAMS": 2}),
+            _default(rows),
             dtype=spec.dtype,
             in_features=spec.in_features,
             out_features=spec.out_features,
@@ -168,7 +175,7 @@ def bind_split_linear(spec: LinearSpec, gpu: Gpu) -> BoundOp:
     shared: dict[str, Tensor | None] = {"counters": None, "partials": None}
 
     def run(x: Tensor, packed: tuple[Tensor, Tensor | None], *, out: Tensor) -> Tensor:
-        """out = x @ weight.T (+ bias); x [T, in] with T at most 64, out [T, out]."""
+        """out = x @ weight.T (+ bias); x [T, in] with T at most 128, out [T, out]."""
         num_rows = len(x)
         if num_rows > MOST_ROWS:
             raise KernelError(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-SMALL_BATCH_ROWS, MEDIUM_BATCH_ROWS = 8, 64
+SMALL_BATCH_ROWS, MEDIUM_BATCH_ROWS = 8, 128
 
 #: The interpreter computes with NumPy, which has no bfloat16: some forms of it give garbage.
 INTERPRETED_DTYPES = ("float32", "float16")
