@@ -54,11 +54,21 @@ def counting_table(calls: Counter[str]) -> WrappedTable:
     return WrappedTable(dict.fromkeys([*ops, "silu_mul", "linear"], wrap))
 
 
-@pytest.mark.parametrize(("num_rows", "op"), [(1, "linear<=8"), (8, "linear<=8"), (9, "linear")])
+@pytest.mark.parametrize(
+    ("num_rows", "op"),
+    [
+        (1, "linear<=8"),
+        (8, "linear<=8"),
+        (9, "linear<=128"),
+        (128, "linear<=128"),
+        (129, "linear"),
+    ],
+)
 def test_products_go_by_row_count_to_the_op_bound_for_it(num_rows, op):
     calls: Counter[str] = Counter()
     run = PagedRun(build(counting_table(calls)))
-    run.step(prefill={0: list(range(num_rows))})
+    ids = [i % CONFIG.vocab_size for i in range(num_rows)]
+    run.step(prefill={i: ids[i : i + 100] for i in range(0, num_rows, 100)})
     assert {k: n for k, n in calls.items() if k.startswith("linear")} == {op: NUM_PRODUCTS}
 
 
@@ -76,7 +86,7 @@ def test_a_mixed_step_calls_each_op_once_a_layer():
         "attention_decode": layers,
         "attention_prefill": layers,
         "silu_mul": layers,
-        "linear": NUM_PRODUCTS,
+        "linear<=128": NUM_PRODUCTS,
     }
 
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 #: `Check.ops` of the checks that run a model.
 ENGINE = ("engine",)
 
-#: Up to this many rows core gives a product to the `linear` bound for few rows.
-SMALL_BATCH_ROWS = 8
+#: Up to so many rows core gives a product to a `linear` that is bound for no more.
+ROW_LIMITS = (8, 128)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ def _products(spec: ModelSpec, own: dict[str, Any]) -> list[OpSpec]:
         (spec.intermediate_size, spec.hidden_size),
         (spec.hidden_size, spec.vocab_size),
     ]
-    limits = (None,) if spec.batch_invariant else (None, SMALL_BATCH_ROWS)
+    limits = (None,) if spec.batch_invariant else (None, *ROW_LIMITS)
     return [
         LinearSpec(**own, in_features=n_in, out_features=n_out, max_rows=max_rows)
         for n_in, n_out in sizes

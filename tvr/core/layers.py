@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from tvr.core.batch import ForwardBatch
     from tvr.core.ops import OpTable
 
-#: Up to this many rows a product goes to the op bound for small batches.
-SMALL_BATCH_ROWS = 8
+#: Up to so many rows a product goes to an op that is bound for no more: where the weight's bytes are
+#: all that counts, and where they still count most.
+SMALL_BATCH_ROWS, MEDIUM_BATCH_ROWS = 8, 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +59,7 @@ class BuildContext:
 
 
 class Linear:
-    """`x @ weight.T (+ bias)`, by a small-batch op up to `SMALL_BATCH_ROWS` rows."""
+    """`x @ weight.T (+ bias)`, by an op bound for so many rows or some more."""
 
     def __init__(self, ctx: BuildContext, weights: LinearWeights) -> None:
         self.out_features, in_features = weights.weight.shape
@@ -70,15 +71,18 @@ class Linear:
             bias=weights.bias is not None,
         )
         self._general = _PackedLinear(ctx, spec, weights)
-        self._small = self._general
+        self._small = self._medium = self._general
         # Two ops round differently, so batch invariance allows only one.
         if not ctx.batch_invariant:
             self._small = _PackedLinear(ctx, replace(spec, max_rows=SMALL_BATCH_ROWS), weights)
+            self._medium = _PackedLinear(ctx, replace(spec, max_rows=MEDIUM_BATCH_ROWS), weights)
 
     def __call__(self, x: Tensor, *, out: Tensor) -> Tensor:
         """x [rows, in], out [rows, out]."""
-        op = self._small if x.shape[0] <= SMALL_BATCH_ROWS else self._general
-        return op(x, out)
+        num_rows = x.shape[0]
+        if num_rows <= SMALL_BATCH_ROWS:
+            return self._small(x, out)
+        return self._medium(x, out) if num_rows <= MEDIUM_BATCH_ROWS else self._general(x, out)
 
 
 class _PackedLinear:
