@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from tvr.core.batch import ForwardBatch
     from tvr.core.ops import OpTable
 
-#: Up to so many rows a product goes to an op that is bound for no more: where the weight's bytes are
-#: all that counts, and where they still count most.
+#: Up to so many rows a product goes to an op that is bound for no more: where the bytes of the
+#: weight are all that counts, and where they still count most.
 SMALL_BATCH_ROWS, MEDIUM_BATCH_ROWS = 8, 128
 
 
