@@ -13,6 +13,7 @@ from tvr import SamplingParams
 from tvr.contract import Bounds
 from tvr.core.config import ModelConfig
 from tvr.core.engine_config import EngineConfig
+from tvr.core.largest_steps import LargestSteps
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.loader import device_facts, load_backends
 from tvr.core.memory import (
@@ -25,7 +26,7 @@ from tvr.core.memory import (
     cuda_pool_bytes,
     size_pool,
 )
-from tvr.core.profile import pack_chunks, run_largest_steps, warm_up
+from tvr.core.profile import pack_chunks, warm_up
 from tvr.core.step_ops import StepOps
 from tvr.core.weights import dummy_weights
 from tvr.errors import CapacityError
@@ -45,7 +46,7 @@ BLOCK_BYTES = SMALL.kv_bytes_per_block(16, "float32")
 EMPTY = DeviceMemory(total=100 * GIB, free=99 * GIB, reserved=0, allocated=0)
 
 
-def pool_after(config, before, *, weights, peak, libraries=0, others=0):
+def pool_after(config, before, *, weights, peak, libraries=0, others=0, graphs=0):
     """Return the KV pool of an engine that takes so much beside it, in GiB."""
     after = DeviceMemory(
         total=before.total,
@@ -53,13 +54,15 @@ def pool_after(config, before, *, weights, peak, libraries=0, others=0):
         reserved=before.reserved + weights * GIB,
         allocated=before.allocated + weights * GIB,
     )
-    return cuda_pool_bytes(config, before, after, before.allocated + peak * GIB) / GIB
+    peak_bytes = before.allocated + peak * GIB
+    return cuda_pool_bytes(config, before, after, peak_bytes, graphs * GIB) / GIB
 
 
-def test_the_pool_gets_what_weights_activations_and_libraries_leave_of_the_fraction():
+def test_the_pool_gets_what_weights_activations_libraries_and_graphs_leave_of_the_fraction():
     config = EngineConfig(memory_fraction=0.5)
     assert pool_after(config, EMPTY, weights=10, peak=14) == 50 - 14
     assert pool_after(config, EMPTY, weights=10, peak=14, libraries=1) == 50 - 14 - 1
+    assert pool_after(config, EMPTY, weights=10, peak=14, libraries=1, graphs=2) == 50 - 14 - 3
 
 
 def test_a_second_engine_gets_its_own_fraction():
@@ -155,8 +158,10 @@ def test_the_largest_steps_reach_every_bound(seqs, tokens, context, block_size, 
         return forward(batch, kv_cache)
 
     monkeypatch.setattr(model, "forward", watch)
-    pool = run_largest_steps(model, ops, step_ops, bounds, block_size, device)
-    assert pool % SMALL.kv_bytes_per_block(block_size, "float32") == 0
+    largest = LargestSteps(model, ops, step_ops, bounds, block_size, device)
+    largest.run()
+    largest.close()
+    assert largest.pool_bytes % SMALL.kv_bytes_per_block(block_size, "float32") == 0
     assert max(s.num_seqs for s in steps) == seqs
     assert max(s.num_tokens for s in steps) == min(tokens, seqs * context)
     assert max(s.max_q_len for s in steps) == bounds.max_q_len

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from support import graph_safe, tape
+from support import graph_safe
 from support.engines import (
     all_blocks_came_back,
     drain,
@@ -19,14 +18,11 @@ from support.engines import (
     save_shape,
     tokens_of,
 )
+from support.graphed import graphed
 from tvr import SamplingParams
-from tvr.contract import Bounds
-from tvr.core.chunk_graphs import padded
 from tvr.core.decode_graphs import graph_sizes
 from tvr.core.graph_capture import obstacles, partial_obstacles
-from tvr.core.ops import OpTable
 from tvr.core.runner import ModelRunner
-from tvr.core.step_graphs import capture_steps
 from tvr.errors import KernelError
 from tvr.hookspecs import hookimpl
 
@@ -77,42 +73,6 @@ def plans_on_the_host():
 
 
 BACKENDS = {"plan_inside": graph_safe.backend, "plan_outside": plans_on_the_host}
-
-
-@contextmanager
-def graphed(checkpoint, backend, *, capture=tape.capture, **settings):
-    """Yield an engine whose steps of decodes are replays of a tape, and none of them eager."""
-    # A tape keeps every result of every graph: small steps, or it would be gigabytes.
-    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
-    settings = {**sizes, "dtype": "float32", "device": "cpu", **settings}
-    allocate = OpTable.allocate
-    with pytest.MonkeyPatch.context() as patch:
-        # As on a GPU: workspaces have room for padding.
-        patch.setattr(OpTable, "allocate", lambda ops, bounds: allocate(ops, padded(bounds)))
-        yield from _graphed(checkpoint, backend, capture, settings)
-
-
-def _graphed(checkpoint, backend, capture, settings):
-    with engine(checkpoint, backend="graph_safe", plugins=[backend()], **settings) as llm:
-        runner = llm._runner
-        limits = llm.limits
-        bounds = Bounds(
-            max_num_seqs=limits.max_num_seqs,
-            max_num_tokens=limits.max_num_batched_tokens,
-            max_seq_len=limits.max_model_len,
-            max_q_len=min(limits.max_num_batched_tokens, limits.max_model_len),
-        )
-        runner.graphs = capture_steps(
-            runner._model,
-            runner._ops,
-            runner._step_ops,
-            runner._kv_cache,
-            runner._tables,
-            runner._sampler,
-            bounds,
-            lambda fn: capture(fn, None),
-        )
-        yield llm
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tvr.contract import Bounds, StepMeta
 from tvr.core.batch import ForwardBatch
-from tvr.core.graph_capture import Capture, Graph, captured
+from tvr.core.graph_capture import Capture, Graph, GraphJob
 from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.ops import OpTable
@@ -85,19 +85,19 @@ class ChunkGraphs:
         }
         self._graphs: dict[tuple[int, int], Graph] = {}
 
-    def capture(self, capture: Capture) -> None:
-        """Capture all graphs, each after an eager run.
+    def jobs(self) -> list[GraphJob]:
+        """Return what captures the graphs, largest first."""
+        return [
+            GraphJob(
+                f"a step of {decodes} decodes and {tokens} tokens of chunks",
+                1,
+                partial(self._capture, decodes, tokens),
+            )
+            for decodes in reversed(self._decodes)
+            for tokens in reversed(self._tokens[decodes])
+        ]
 
-        Raises:
-            KernelError: a step cannot be captured; the op at fault is named.
-        """
-        for decodes in reversed(self._decodes):
-            for tokens in reversed(self._tokens[decodes]):
-                what = f"a step of {decodes} decodes and {tokens} tokens of chunks"
-                with captured(what, self._ops):
-                    self._capture(capture, decodes, tokens)
-
-    def _capture(self, capture: Capture, decodes: int, tokens: int) -> None:
+    def _capture(self, decodes: int, tokens: int, capture: Capture) -> None:
         batch = self._batch(decodes, tokens)
         self._inputs.clear(decodes, tokens)
         if not self._plans_inside:

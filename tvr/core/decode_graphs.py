@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tvr.core.batch import DeviceTables
 from tvr.core.decode_inputs import NO_DECODES, DecodeInputs, PackedDecodes, with_real_lengths
-from tvr.core.graph_capture import Capture, Graph, captured
+from tvr.core.graph_capture import Capture, Graph, GraphJob
 from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.ops import OpTable
@@ -80,17 +80,15 @@ class DecodeGraphs:
         self._to_logits: dict[int, Graph] = {}
         self._to_tokens: dict[int, Graph] = {}
 
-    def capture(self, capture: Capture) -> None:
-        """Capture all graphs. Each is first run eagerly: then all is compiled and allocated.
+    def jobs(self) -> list[GraphJob]:
+        """Return what captures the graphs, largest first."""
+        num_graphs = 2 if self._plans_inside else 3
+        return [
+            GraphJob(f"a step of {size} decodes", num_graphs, partial(self._capture, size))
+            for size in reversed(self._sizes)
+        ]
 
-        Raises:
-            KernelError: a step cannot be captured; the op at fault is named.
-        """
-        for size in reversed(self._sizes):
-            with captured(f"a step of {size} decodes", self._ops):
-                self._capture(capture, size)
-
-    def _capture(self, capture: Capture, size: int) -> None:
+    def _capture(self, size: int, capture: Capture) -> None:
         self._inputs.load(NO_DECODES, size)
         if not self._plans_inside:
             self._inputs.prepare(size)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -58,13 +58,47 @@ def _undeclared(op: str, backend: str) -> str:
     return f"{op} of backend {backend!r} is not declared cuda_graph"
 
 
-@contextmanager
-def captured(what: str, ops: OpTable) -> Iterator[None]:
-    """Say that `what` is captured in here, or why it cannot be.
+class GraphJob(NamedTuple):
+    """The graphs of one kind of step, which are captured together.
+
+    Attributes:
+        what: the step, as in "a step of 8 decodes".
+        num_graphs: how many there are of it.
+        capture: captures them with what it is given, behind an eager run: all that a first call
+            compiles or allocates is there by then.
+    """
+
+    what: str
+    num_graphs: int
+    capture: Callable[[Capture], None]
+
+
+def capture_all(
+    jobs: Sequence[GraphJob], ops: OpTable, capture: Capture, *, doing: str = "capturing"
+) -> None:
+    """Capture the graphs of all jobs, in order; the logger of this module is told how far it is.
+
+    Args:
+        jobs: what to capture.
+        ops: for the name of an op at fault.
+        capture: captures a graph.
+        doing: what the logger is told that this is.
 
     Raises:
-        KernelError: it cannot; the op at fault is named.
+        KernelError: a step cannot be captured; the op at fault is named.
     """
+    total, done = sum(job.num_graphs for job in jobs), 0
+    with _no_collection():
+        for job in jobs:
+            done += job.num_graphs
+            _LOG.info("%s CUDA graphs %d/%d: %s", doing, done, total, job.what)
+            with _blaming(job.what, ops):
+                job.capture(capture)
+
+
+@contextmanager
+def _blaming(what: str, ops: OpTable) -> Iterator[None]:
+    """Say why `what` cannot be captured, and which op is at fault."""
     try:
         with torch.inference_mode():
             yield
@@ -79,7 +113,6 @@ def captured(what: str, ops: OpTable) -> Iterator[None]:
             f"{what} cannot be captured in a CUDA graph{where}: "
             f"{type(error).__name__}: {reason}; enforce_eager does without graphs"
         ) from error
-    _LOG.info("captured %s", what)
 
 
 class CudaCapture:
@@ -120,7 +153,7 @@ class CudaCapture:
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def _no_collection() -> Iterator[None]:
     """Keep the garbage collector from freeing device memory in the middle of a capture."""
     enabled = gc.isenabled()
     gc.collect()

@@ -20,6 +20,7 @@ from tvr.core.garbage import frozen_objects
 from tvr.core.graph_capture import CudaCapture, obstacles, partial_obstacles
 from tvr.core.hub import resolve_model
 from tvr.core.kv_cache import KVCache
+from tvr.core.largest_steps import measured_pool_bytes
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.memory import (
     CPU_POOL_SEQUENCES,
@@ -27,14 +28,14 @@ from tvr.core.memory import (
     Limits,
     cpu_pool_bytes,
     cuda_budget,
-    cuda_pool_bytes,
+    note_memory,
     size_pool,
     step_limits,
 )
 from tvr.core.ops import OpTable
 from tvr.core.plugin_config import PluginConfig, find_config
 from tvr.core.plugins import BackendManager
-from tvr.core.profile import run_largest_steps, warm_up
+from tvr.core.profile import warm_up
 from tvr.core.runner import ModelRunner, on_device
 from tvr.core.sampler import SamplerState
 from tvr.core.step_graphs import capture_steps
@@ -212,11 +213,14 @@ def load_engine(
         )
         room = padded(bounds) if device.type == "cuda" else bounds
         ops.allocate(room)
+        eager_reasons = ["the device is no GPU"]
+        if device.type == "cuda":
+            eager_reasons = obstacles(config, ops)
+        with_graphs = not eager_reasons
         if before is not None and config.num_blocks is None:
-            torch.cuda.reset_peak_memory_stats(where)
-            pool = run_largest_steps(llama, ops, step_ops, bounds, config.block_size, where)
-            peak = torch.cuda.max_memory_allocated(where) - pool
-            memory = cuda_pool_bytes(config, before, DeviceMemory.of(where), peak)
+            memory = measured_pool_bytes(
+                config, before, llama, ops, step_ops, bounds, where, with_graphs=with_graphs
+            )
             num_blocks, context = size_pool(
                 config, model_config, dtype=dtype, pool_bytes=memory, contexts=contexts
             )
@@ -233,18 +237,17 @@ def load_engine(
         sampler = SamplerState(seqs, model_config.vocab_size, where, eos_token_ids=eos_ids)
         ops.start(room)
         runner = ModelRunner(llama, ops, step_ops, kv_cache, tables, sampler)
-        eager_reasons = ["the device is no GPU"]
-        if device.type == "cuda":
-            warm_up(runner, bounds, config.block_size, num_blocks)
-            runner.counts.clear()
-            eager_reasons = obstacles(config, ops)
-        if not eager_reasons:
+        sized = replace(bounds, max_seq_len=context, max_q_len=min(bounds.max_q_len, context))
+        if with_graphs:
             eager_reasons = partial_obstacles(ops)
-            sized = replace(bounds, max_seq_len=context, max_q_len=min(bounds.max_q_len, context))
             capture = CudaCapture(ops.stream)
             runner.graphs = capture_steps(
                 llama, ops, step_ops, kv_cache, tables, sampler, sized, capture
             )
+        if before is not None:
+            warm_up(runner, sized, config.block_size, num_blocks)
+            runner.counts.clear()
+            note_memory(config, before, DeviceMemory.of(where))
     left_out = device.type == "cuda" and frozen_objects().freeze()
     return EngineParts(
         model_config=model_config,

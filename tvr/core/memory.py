@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ import torch
 from tvr.core.config import ModelConfig
 from tvr.core.engine_config import EngineConfig
 from tvr.errors import CapacityError, ConfigError
+
+_LOG = logging.getLogger(__name__)
 
 GIB = 1 << 30
 # CPU memory is shared with everything else on the machine, so the pool is modest: room for a few
@@ -173,9 +176,14 @@ class DeviceMemory:
         )
 
     @property
+    def taken(self) -> int:
+        """What is not free, whoever has it."""
+        return self.total - self.free
+
+    @property
     def outside_torch(self) -> int:
         """What other processes have, and the driver's contexts, modules and libraries."""
-        return self.total - self.free - self.reserved
+        return self.taken - self.reserved
 
 
 def cuda_budget(config: EngineConfig, before: DeviceMemory) -> int:
@@ -190,15 +198,41 @@ def cuda_budget(config: EngineConfig, before: DeviceMemory) -> int:
 
 
 def cuda_pool_bytes(
-    config: EngineConfig, before: DeviceMemory, after: DeviceMemory, peak_bytes: int
+    config: EngineConfig,
+    before: DeviceMemory,
+    after: DeviceMemory,
+    peak_bytes: int,
+    graph_bytes: int = 0,
 ) -> int:
     """Return the bytes of an engine's budget that are left for its KV pool.
 
+    The pool is the last large thing to be allocated, and graphs are captured on it: they know its
+    addresses. So all that the engine has besides is counted before, by running its largest steps on
+    a small pool (`tvr.core.profile.LargestSteps`):
+
+    - weights, as the backends packed them, and workspaces: allocated by then;
+    - activations and logits of the largest steps, tables by row, sampling state, and the inputs
+      and logits of CUDA graphs: in the peak, since all of them are there when it is measured;
+    - libraries, modules and contexts of the driver: from what is taken outside of torch;
+    - CUDA graphs and the memory that ops allocate in them: `graph_bytes`, measured on a few that
+      are captured and not kept.
+
+    What torch's allocator holds in freed pieces is not counted. It gives that back where memory
+    runs out, which is what the part of the device that no engine takes is for.
+
     Args:
         config: for `memory_fraction`.
-        before, after: the memory before the weights were loaded and after the largest steps ran.
+        before, after: the memory before the weights were loaded, and after the largest steps ran
+            and before any graph was captured.
         peak_bytes: most bytes that tensors took meanwhile, but for the pool of those steps.
+        graph_bytes: what CUDA graphs will take.
     """
     own = peak_bytes - before.allocated
     libraries = max(0, after.outside_torch - before.outside_torch)
-    return cuda_budget(config, before) - own - libraries
+    return cuda_budget(config, before) - own - libraries - graph_bytes
+
+
+def note_memory(config: EngineConfig, before: DeviceMemory, after: DeviceMemory) -> None:
+    """Tell the logger what an engine that is loaded takes of its budget."""
+    taken, budget = after.taken - before.taken, cuda_budget(config, before)
+    _LOG.info("the engine takes %s of %s", shown_bytes(taken), shown_bytes(budget))

@@ -8,7 +8,7 @@ from tvr.contract import Bounds
 from tvr.core.batch import DeviceTables
 from tvr.core.chunk_graphs import ChunkGraphs, padded
 from tvr.core.decode_graphs import DecodeGraphs
-from tvr.core.graph_capture import Capture, no_collection
+from tvr.core.graph_capture import Capture, GraphJob, capture_all
 from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.ops import OpTable
@@ -27,6 +27,41 @@ class StepGraphs(NamedTuple):
     decodes: DecodeGraphs
     chunks: ChunkGraphs | None
 
+    @classmethod
+    def allocate(
+        cls,
+        model: LlamaForCausalLM,
+        ops: OpTable,
+        step_ops: StepOps,
+        kv_cache: KVCache,
+        tables: DeviceTables,
+        sampler: SamplerState,
+        bounds: Bounds,
+    ) -> StepGraphs:
+        """Return what the graphs of steps within `bounds` read and write, and no graph yet."""
+        # A graph knows addresses: nothing may move from here on.
+        model.reserve(padded(bounds).max_num_tokens)
+        decodes = DecodeGraphs(
+            model,
+            ops,
+            step_ops,
+            kv_cache,
+            tables,
+            sampler,
+            max_num_seqs=bounds.max_num_seqs,
+            max_seq_len=bounds.max_seq_len,
+        )
+        chunks = None
+        if "attention_prefill" not in ops.lacking("cuda_graph"):
+            max_blocks = tables.block_table.shape[1]
+            chunks = ChunkGraphs(model, ops, kv_cache, bounds=bounds, max_blocks=max_blocks)
+        return cls(decodes, chunks)
+
+    def jobs(self) -> list[list[GraphJob]]:
+        """Return what captures the graphs, by kind, and each kind largest first."""
+        # The larger steps first: what their graphs took, the others' take again.
+        return [kind.jobs() for kind in (self.chunks, self.decodes) if kind is not None]
+
 
 def capture_steps(
     model: LlamaForCausalLM,
@@ -43,24 +78,6 @@ def capture_steps(
     Raises:
         KernelError: a step cannot be captured.
     """
-    # A graph knows addresses: nothing may move from here on.
-    model.reserve(padded(bounds).max_num_tokens)
-    decodes = DecodeGraphs(
-        model,
-        ops,
-        step_ops,
-        kv_cache,
-        tables,
-        sampler,
-        max_num_seqs=bounds.max_num_seqs,
-        max_seq_len=bounds.max_seq_len,
-    )
-    chunks = None
-    if "attention_prefill" not in ops.lacking("cuda_graph"):
-        max_blocks = tables.block_table.shape[1]
-        chunks = ChunkGraphs(model, ops, kv_cache, bounds=bounds, max_blocks=max_blocks)
-    with no_collection():
-        if chunks is not None:  # the larger steps first
-            chunks.capture(capture)
-        decodes.capture(capture)
-    return StepGraphs(decodes, chunks)
+    graphs = StepGraphs.allocate(model, ops, step_ops, kv_cache, tables, sampler, bounds)
+    capture_all([job for kind in graphs.jobs() for job in kind], ops, capture)
+    return graphs
