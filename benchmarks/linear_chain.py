@@ -42,7 +42,7 @@ from tvr.core.loader import device_facts
 
 KINDS = ("qkv", "o", "gate_up", "down", "lm_head")
 LAYERS = 16
-ROWS = (1, 8, 32, 64, 128)
+ROWS = (1, 8, 16, 32, 64, 128)
 MOST_ROWS = (8, 128)  # as core binds it: one op for all small batches, one for medium ones
 BACKENDS = ("triton", "pycuda", "torch")
 TINY_LAYERS, TINY_LINEARS = 2, ((64, 96), (64, 64), (64, 256), (128, 64), (64, 200))
