@@ -15,8 +15,8 @@ from tvr.core.step_graphs import capture_steps
 
 
 @contextmanager
-def roomy(checkpoint, backend, **settings):
-    """Yield an engine with room for graphs, and none yet."""
+def roomy(checkpoint, backend, *, more_plugins=(), **settings):
+    """Yield an engine with room for graphs, and none yet; `more_plugins` rank before `backend`."""
     # A tape keeps every result of every graph: small steps, or it would be gigabytes.
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     settings = {**sizes, "dtype": "float32", "device": "cpu", **settings}
@@ -24,7 +24,9 @@ def roomy(checkpoint, backend, **settings):
     with pytest.MonkeyPatch.context() as patch:
         # As on a GPU: workspaces have room for padding.
         patch.setattr(OpTable, "allocate", lambda ops, bounds: allocate(ops, padded(bounds)))
-        with engine(checkpoint, backend="graph_safe", plugins=[backend()], **settings) as llm:
+        settings = {"plugins": [*more_plugins, backend()], **settings}
+        first = "auto" if more_plugins else "graph_safe"
+        with engine(checkpoint, backend=first, **settings) as llm:
             yield llm
 
 

@@ -37,7 +37,10 @@ def print_stats(llm: LLM, output: RequestOutput, most_blocks: int) -> None:
     lines.append(("KV used", f"{most_blocks} of {llm.limits.num_blocks} blocks ({share:.1f}%)"))
     steps = llm.stats()
     graphs, eager = steps["num_graph_steps"], steps["num_eager_steps"]
-    why = f" ({'; '.join(llm.parts.eager_reasons)})" if llm.parts.eager_reasons else ""
+    reasons = list(llm.parts.eager_reasons)
+    if eager and llm.parts.runner.graphs is not None:
+        reasons.append(f"graphs hold up to {llm.parts.runner.graphs}")
+    why = f" ({'; '.join(reasons)})" if reasons else ""
     lines.append(("steps", f"{graphs} as CUDA graphs, {eager} op by op{why}"))
     served = llm.parts.ops.served()
     lines += [(f"op {op}", ", ".join(names)) for op, names in sorted(served.items())]

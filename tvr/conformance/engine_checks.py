@@ -105,7 +105,11 @@ def needs_capturable_ops(backend: Subject, case: Case) -> list[str]:
         if spec.op not in ("attention_prefill", "argmax"):  # not in the graph
             table.bind(spec)
     lacking = table.lacking("cuda_graph")
-    return [f"{op} of backend {name!r} is not declared cuda_graph" for op, name in lacking.items()]
+    return [
+        f"{op} of backend {name!r} is not declared cuda_graph"
+        for op, names in lacking.items()
+        for name in names
+    ]
 
 
 CHECKS = (

@@ -105,6 +105,11 @@ class ChunkGraphs:
         self._run(batch)
         self._graphs[decodes, tokens] = capture(partial(self._run, batch))
 
+    def __str__(self) -> str:
+        decodes = self._decodes[-1]
+        tokens = self._tokens[decodes][-1]
+        return f"{tokens} tokens of {self._chunks} chunks beside {decodes} decodes"
+
     def holds(self, batch: ForwardBatch) -> bool:
         """Whether there is a graph for a step; never for one without chunks."""
         return (

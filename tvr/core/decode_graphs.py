@@ -98,6 +98,9 @@ class DecodeGraphs:
         self._to_tokens[size] = capture(partial(self._compute_tokens, size))
         self._to_logits[size] = capture(partial(self._compute_logits, size))
 
+    def __str__(self) -> str:
+        return f"{self._sizes[-1]} decodes"
+
     def holds(self, num_seqs: int) -> bool:
         """Whether there is a graph for a step of so many decodes."""
         return num_seqs <= self._sizes[-1]

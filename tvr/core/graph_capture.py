@@ -38,7 +38,7 @@ def obstacles(config: EngineConfig, ops: OpTable) -> list[str]:
     # The first is in no step of decodes only. Of the others one is enough, and where it is argmax,
     # torch chooses tokens that are not greedy behind a graph that ends with logits.
     elsewhere = {"attention_prefill", "sample" if "sample" in lacking else "argmax"}
-    return [_undeclared(op, name) for op, name in lacking.items() if op not in elsewhere]
+    return [_undeclared(op, names) for op, names in lacking.items() if op not in elsewhere]
 
 
 def partial_obstacles(ops: OpTable) -> list[str]:
@@ -54,8 +54,8 @@ def partial_obstacles(ops: OpTable) -> list[str]:
     ]
 
 
-def _undeclared(op: str, backend: str) -> str:
-    return f"{op} of backend {backend!r} is not declared cuda_graph"
+def _undeclared(op: str, backends: Sequence[str]) -> str:
+    return f"{op} of backend {' and '.join(map(repr, backends))} is not declared cuda_graph"
 
 
 class GraphJob(NamedTuple):

@@ -181,13 +181,15 @@ class OpTable:
                 names.append(binding.backend)
         return found
 
-    def lacking(self, flag: str) -> dict[str, str]:
-        """Return op -> backend of every bound op that does not declare `flag` ("cuda_graph")."""
-        return {
-            spec.op: binding.backend
-            for spec, binding in self._bindings.items()
-            if not binding.parts and flag not in binding.flags
-        }
+    def lacking(self, flag: str) -> dict[str, list[str]]:
+        """Return op -> backends that serve it without declaring `flag` ("cuda_graph") for it."""
+        found: dict[str, list[str]] = {}
+        for spec, binding in self._bindings.items():
+            if not binding.parts and flag not in binding.flags:
+                names = found.setdefault(spec.op, [])
+                if binding.backend not in names:
+                    names.append(binding.backend)
+        return found
 
     def plans_in_graph(self, *, prefill: bool) -> bool:
         """Whether the plans of a step, of decodes only or with `prefill` chunks, can be captured

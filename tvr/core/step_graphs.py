@@ -57,6 +57,10 @@ class StepGraphs(NamedTuple):
             chunks = ChunkGraphs(model, ops, kv_cache, bounds=bounds, max_blocks=max_blocks)
         return cls(decodes, chunks)
 
+    def __str__(self) -> str:
+        """Return the largest steps that are held, as people read them."""
+        return ", or ".join(str(kind) for kind in (self.decodes, self.chunks) if kind is not None)
+
     def jobs(self) -> list[list[GraphJob]]:
         """Return what captures the graphs, by kind, and each kind largest first."""
         # The larger steps first: what their graphs took, the others' take again.
