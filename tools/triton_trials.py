@@ -80,6 +80,11 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     "kv_write": _HEADS,
     "rope_kv_write": _HEADS | {"TOKENS": (1, 4)},
     "argmax": {"num_warps": (4, 8, 16), "BLOCK": (2048, 4096, 8192)},
+    "top_logprobs": {
+        "num_warps": (1, 2, 4, 8),
+        "SEGMENTS": (4, 8, 16, 32),
+        "SEGMENT": (64, 128, 256),
+    },
 }
 MOST_WARPS = 16
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         RopeSpec,
         SampleSpec,
         SiluMulSpec,
+        TopLogprobsSpec,
     )
 
 PROJECT = "tvr"
@@ -119,3 +120,8 @@ def tvr_bind_prepare_step(spec: PrepareStepSpec, device: DeviceFacts) -> BoundOp
 @hookspec
 def tvr_bind_sample(spec: SampleSpec, device: DeviceFacts) -> BoundOp | None:
     """Return `sample` bound for `spec`, or None: not me."""
+
+
+@hookspec
+def tvr_bind_top_logprobs(spec: TopLogprobsSpec, device: DeviceFacts) -> BoundOp | None:
+    """Return `top_logprobs` bound for `spec`, or None: not me."""

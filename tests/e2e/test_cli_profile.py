@@ -35,7 +35,7 @@ tvr_bind_argmax = plugin.tvr_bind_argmax
 """
 
 #: Those that a Llama calls on a CPU; the others are parts of them, or called within graphs.
-CALLED = set(OPS) - {"rope", "kv_write", "prepare_step", "sample"}
+CALLED = set(OPS) - {"rope", "kv_write", "prepare_step", "sample", "top_logprobs"}
 NUM_STEPS, BATCH = 4, 3
 
 

@@ -249,3 +249,17 @@ def _sample(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec, C
         return _prepared(bound, meta).run(logits, rows, rows, tables, last_token, out=out)
 
     yield spec(dtype=name, vocab_size=s.vocab), call
+
+
+def _top_logprobs(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec, Call]]:
+    meta = step(1, s)
+    logits, tokens = torch.randn(s.seqs, s.vocab).to(dtype), torch.arange(s.seqs) % s.vocab
+    spec: Any = SPECS["top_logprobs"]
+    num_top = min(20, s.vocab)
+
+    def call(bound: BoundOp) -> object:
+        ids = torch.empty(s.seqs, 1 + num_top, dtype=torch.int64)
+        values, ranks = torch.empty(ids.shape), torch.empty(s.seqs, dtype=torch.int64)
+        return _prepared(bound, meta).run(logits, tokens, ids=ids, values=values, ranks=ranks)
+
+    yield spec(dtype=name, vocab_size=s.vocab, num_top=num_top), call

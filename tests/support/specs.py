@@ -15,6 +15,7 @@ _FACTS = {
     "block_size": 16,
     "in_features": 64,
     "out_features": 32,
+    "num_top": 5,
 }
 
 

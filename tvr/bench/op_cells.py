@@ -18,6 +18,7 @@ from tvr.contract import (
     RopeSpec,
     SampleSpec,
     SiluMulSpec,
+    TopLogprobsSpec,
 )
 
 HIDDEN, INTERMEDIATE, VOCAB = 2048, 8192, 128256
@@ -30,9 +31,12 @@ LINEARS = ((2048, 3072), (2048, 2048), (2048, 16384), (8192, 2048), (2048, 12825
 #: host, its last token, and five numbers.
 PREPARED_BYTES = 12 + 8 + 4 * 8 + 4
 
+#: Of `top_logprobs`: what is mostly asked for.
+NUM_TOP = 5
+
 #: Ops whose large cell is given in megabytes.
 ELEMENTWISE = ("rms_norm", "add_rms_norm", "rope", "kv_write", "rope_kv_write", "silu_mul")
-OPS = (*ELEMENTWISE, "linear", "argmax", "prepare_step", "sample")
+OPS = (*ELEMENTWISE, "linear", "argmax", "prepare_step", "sample", "top_logprobs")
 
 ROWS = (1, 8, 64, 256)
 LINEAR_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -107,6 +111,7 @@ def _spec(op: str, dtype: str) -> tuple[OpSpec, tuple[tuple[str, int], ...]]:
         "argmax": (ArgmaxSpec, {"vocab_size": VOCAB}),
         "prepare_step": (PrepareStepSpec, paged),
         "sample": (SampleSpec, {"vocab_size": VOCAB}),
+        "top_logprobs": (TopLogprobsSpec, {"vocab_size": VOCAB, "num_top": NUM_TOP}),
     }[op]
     return kind(dtype=dtype, **sizes), tuple(sizes.items())
 
@@ -125,5 +130,6 @@ def _row_bytes(op: str, dtype: str) -> int:
         "silu_mul": 3 * INTERMEDIATE,
         "argmax": VOCAB,
         "sample": VOCAB,
+        "top_logprobs": VOCAB,
     }[op]
     return elements * torch_dtype(dtype).itemsize

@@ -21,6 +21,7 @@ from tvr.contract import (
     RopeSpec,
     SampleSpec,
     SiluMulSpec,
+    TopLogprobsSpec,
 )
 
 if TYPE_CHECKING:
@@ -94,6 +95,12 @@ def op_calls(cell: RowsCell, buffers: Buffers, num_sets: int) -> list[Call]:
             own = {"logits": normal("x", rows, n)}
             own["out"] = buffers.unfilled("ids", (num_sets, rows), torch.int64)
             shared = {name: x.to(buffers.device) for name, x in args.items() if name not in own}
+        case TopLogprobsSpec(vocab_size=n, num_top=k):
+            own = {"logits": normal("x", rows, n)}
+            own["ids"] = buffers.unfilled("ids", (num_sets, rows, 1 + k), torch.int64)
+            own["values"] = buffers.unfilled("values", (num_sets, rows, 1 + k), torch.float32)
+            own["ranks"] = buffers.unfilled("ranks", (num_sets, rows), torch.int64)
+            shared = {"tokens": torch.arange(rows, device=buffers.device) % n}
         case _:
             raise NotImplementedError(cell.spec.op)
     return [

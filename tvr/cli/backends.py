@@ -98,6 +98,8 @@ def _specs(model: str | None, config: EngineConfig, device_type: str) -> list[Op
 
 def op_specs(shape: ModelConfig, dtype: str, block_size: int) -> list[OpSpec]:
     """Return one spec for each op of the contract, as a model of `shape` binds it."""
+    from tvr.core.sampling_params import MAX_LOGPROBS
+
     heads: dict[str, Any] = {
         "dtype": dtype,
         "num_heads": shape.num_heads,
@@ -122,6 +124,11 @@ def op_specs(shape: ModelConfig, dtype: str, block_size: int) -> list[OpSpec]:
         contract.ArgmaxSpec(dtype=dtype, vocab_size=shape.vocab_size),
         contract.PrepareStepSpec(dtype=dtype, block_size=block_size),
         contract.SampleSpec(dtype=dtype, vocab_size=shape.vocab_size),
+        contract.TopLogprobsSpec(
+            dtype=dtype,
+            vocab_size=shape.vocab_size,
+            num_top=min(MAX_LOGPROBS, shape.vocab_size),
+        ),
     ]
 
 

@@ -14,6 +14,7 @@ from tvr.conformance.checks_dense import (
     check_product_matches_oracle,
 )
 from tvr.conformance.checks_kv import check_rows_are_stored_bit_equal
+from tvr.conformance.checks_logprobs import check_logprobs_match_oracle
 from tvr.conformance.checks_norm import (
     check_norm_rounds_where_declared,
     check_sum_is_rounded_before_the_norm,
@@ -42,6 +43,7 @@ _CLAIMS = {
     "argmax": (check_largest_logit_wins,),
     "prepare_step": (check_step_is_made_from_its_rows, check_new_blocks_enter_both_tables),
     "sample": (check_token_is_the_one_asked_for, check_choice_is_kept),
+    "top_logprobs": (check_logprobs_match_oracle,),
 }
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 #: Ops of which each row is another sequence of the step.
-ROWS_ARE_SEQUENCES = frozenset({"prepare_step", "sample"})
+ROWS_ARE_SEQUENCES = frozenset({"prepare_step", "sample", "top_logprobs"})
 
 
 class Binding:

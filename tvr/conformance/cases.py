@@ -30,6 +30,7 @@ from tvr.contract import (
     RopeSpec,
     SampleSpec,
     SiluMulSpec,
+    TopLogprobsSpec,
 )
 
 
@@ -55,6 +56,12 @@ _ARGMAXES = {"smoke": [(1, 64), (6, 1000), (2, 4099)], "quick": [(3, 128256)]}
 _PREPARES = {"smoke": [(1, 16), (5, 16), (7, 1)], "quick": [(256, 16), (33, 64), (9, 256)]}
 # (rows, vocabulary)
 _SAMPLES = {"smoke": [(1, 64), (10, 1000), (3, 4099)], "quick": [(10, 128256), (300, 130)]}
+# (rows, vocabulary, most of the likeliest)
+_LOGPROBS = {
+    "smoke": [(1, 64, 5), (6, 1000, 20), (2, 4099, 1), (3, 20, 20)],
+    "quick": [(3, 128256, 20), (300, 130, 5), (5, 131, 32)],
+    "full": [(256, 128256, 5)],
+}
 # (rows, in, out, max_rows)
 _LINEARS: dict[str, list[tuple[int, int, int, int | None]]] = {
     "smoke": [
@@ -196,6 +203,9 @@ def _row_cases() -> Iterator[Case]:
         for rows, vocab in _ARGMAXES.get(level, ()):
             argmax = ArgmaxSpec(dtype=dtype, vocab_size=vocab)
             yield _case(argmax, f"{rows}x{vocab}", level=level, num_tokens=rows)
+        for rows, vocab, num_top in _LOGPROBS[level]:
+            logprobs = TopLogprobsSpec(dtype=dtype, vocab_size=vocab, num_top=num_top)
+            yield _case(logprobs, f"{rows}x{vocab}-{num_top}", level=level, num_tokens=rows)
         for rows, n_in, n_out, max_rows in _LINEARS.get(level, ()):
             for bias in (False, True) if level == "smoke" else (False,):
                 linear = LinearSpec(
@@ -296,6 +306,7 @@ def _batch_invariant_cases() -> Iterator[Case]:
             SiluMulSpec(**own, intermediate_size=72),
             LinearSpec(**own, in_features=72, out_features=40, bias=True),
             ArgmaxSpec(**own, vocab_size=1000),
+            TopLogprobsSpec(**own, vocab_size=1000, num_top=5),
         ]
         for spec in specs:
             yield _case(spec, "invariant", num_tokens=19)

@@ -25,6 +25,7 @@ TOKEN_ARGS = frozenset(
     {"x", "residual", "q", "k", "v", "positions", "slot_mapping", "logits"}
     | {"out", "residual_out", "q_out", "k_out", "lse"}
     | {"entries", "input_ids", "rows", "seq_lens", "step_block_table", "output_positions"}
+    | {"tokens", "ids", "values", "ranks"}
 )
 _STRIDABLE = frozenset({"x", "residual", "q", "k", "v", "logits"})
 _GUARD = 64  # elements on either side; a multiple of 16 bytes in every dtype

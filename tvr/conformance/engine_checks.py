@@ -102,7 +102,7 @@ def needs_capturable_ops(backend: Subject, case: Case) -> list[str]:
         return reasons
     table = op_table(backend)
     for spec in bound_specs(model_spec(case)):
-        if spec.op not in ("attention_prefill", "argmax"):  # not in the graph
+        if spec.op not in ("attention_prefill", "argmax", "top_logprobs"):  # not in the graph
             table.bind(spec)
     lacking = table.lacking("cuda_graph")
     return [

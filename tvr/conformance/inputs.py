@@ -22,6 +22,7 @@ from tvr.contract import (
     RopeSpec,
     SampleSpec,
     SiluMulSpec,
+    TopLogprobsSpec,
 )
 
 if TYPE_CHECKING:
@@ -81,6 +82,12 @@ def make_call(case: Case, device: torch.device) -> Call:
             args = _on(device, step_args(case.spec, rows, g))
         case SampleSpec(vocab_size=n):
             args = _on(device, sample_args(case.spec, 3 * normal(rows, n).cpu(), g))
+        case TopLogprobsSpec(vocab_size=n, num_top=k):
+            args = {"logits": 3 * normal(rows, n)}
+            args["tokens"] = torch.randint(n, (rows,), generator=g).to(device)
+            args["ids"] = torch.full((rows, 1 + k), -7, device=device)
+            args["values"] = unfilled(rows, 1 + k, dtype=torch.float32, device=device)
+            args["ranks"] = torch.full((rows,), -7, device=device)
         case _:
             raise NotImplementedError(case.op)
     return Call(spec=case.spec, args=args)

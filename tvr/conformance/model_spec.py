@@ -20,6 +20,7 @@ from tvr.contract import (
     RopeKvWriteSpec,
     SampleSpec,
     SiluMulSpec,
+    TopLogprobsSpec,
 )
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ ENGINE = ("engine",)
 
 #: Up to so many rows core gives a product to a `linear` that is bound for no more.
 ROW_LIMITS = (8, 128)
+
+#: Most log-probabilities that core lets a request ask for.
+MOST_LOGPROBS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,9 @@ def bound_specs(spec: ModelSpec) -> list[OpSpec]:
         ArgmaxSpec(**own, vocab_size=spec.vocab_size),
         PrepareStepSpec(**own, block_size=spec.block_size),
         SampleSpec(**own, vocab_size=spec.vocab_size),
+        TopLogprobsSpec(
+            **own, vocab_size=spec.vocab_size, num_top=min(MOST_LOGPROBS, spec.vocab_size)
+        ),
     ]
 
 

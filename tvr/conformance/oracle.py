@@ -78,6 +78,27 @@ def argmax(logits: Tensor) -> list[int]:
     ]
 
 
+class TopLogprobs(NamedTuple):
+    """ids [R, 1 + k] int64; values [R, 1 + k] fp64; ranks [R] int64."""
+
+    ids: Tensor
+    values: Tensor
+    ranks: Tensor
+
+
+def top_logprobs(logits: Tensor, tokens: Tensor, k: int) -> TopLogprobs:
+    """Return each row's token (0 for a negative one) and the k likeliest, of equals the lower id.
+
+    The largest logit of every row is finite.
+    """
+    exact = logits.double()
+    order = exact.sort(dim=-1, descending=True, stable=True).indices
+    tokens = tokens.clamp(min=0).unsqueeze(1)
+    ids = torch.cat([tokens, order[:, :k]], dim=1)
+    values = (exact - exact.logsumexp(dim=-1, keepdim=True)).gather(1, ids)
+    return TopLogprobs(ids, values, 1 + (order == tokens).int().argmax(dim=-1))
+
+
 class Attention(NamedTuple):
     """out [q_len, H, D], lse [q_len, H], both fp64, and the largest |score|."""
 

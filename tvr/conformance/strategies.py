@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tvr.conformance.case import Case
 from tvr.contract import (
     DTYPES,
+    MAX_NUM_TOP,
     SPECS,
     ArgmaxSpec,
     AttentionDecodeSpec,
@@ -30,6 +31,7 @@ from tvr.contract import (
     RopeSpec,
     SampleSpec,
     SiluMulSpec,
+    TopLogprobsSpec,
 )
 from tvr.contract.capability import FLAGS
 from tvr.errors import ConfigError
@@ -125,6 +127,9 @@ def _spec(draw: Draw, op: str, box: Box, reach: Reach) -> OpSpec:
         facts["vocab_size"] = draw(_whole(2, 4 * reach.width))
     elif spec_type is SampleSpec:
         facts["vocab_size"] = draw(_whole(2, reach.width))
+    elif spec_type is TopLogprobsSpec:
+        vocab = facts["vocab_size"] = draw(_whole(2, reach.width))
+        facts["num_top"] = draw(_whole(1, min(vocab, MAX_NUM_TOP)))
     elif spec_type is PrepareStepSpec:
         facts["block_size"] = draw(st.sampled_from(box.block_sizes or BLOCK_SIZES))
     elif spec_type is LinearSpec:

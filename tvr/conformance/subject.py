@@ -51,6 +51,7 @@ WRITES: dict[str, tuple[str, ...]] = {
         "block_table",
     ),
     "sample": ("out", "counts", "last_token"),
+    "top_logprobs": ("ids", "values", "ranks"),
 }
 
 #: Tables with a row for each request, which an op updates: what they hold is an input too.

@@ -46,6 +46,12 @@ MAX_ERROR_FACTOR = 2.0
 LSE_ABSOLUTE = 1e-4
 SCORE_RELATIVE = 2.0**-20
 
+#: Log-probabilities: fp32 differences and exponentials leave a sum off by a few 2^-24 of itself
+#: times the distance from the best where most weight lies, which is no more than the logarithm of
+#: the vocabulary. Then come a logarithm, where it is fp32 an ulp of 12, and the result's rounding.
+LOGPROB_ABSOLUTE = 2.0**-18
+LOGPROB_RELATIVE = 2.0**-22
+
 #: exp turns the absolute error of a score into a relative one of its weight. A plain sum of 128
 #: products in fp32 is off by a few times 2^-24 of the score. That reaches what the rounding of the
 #: result is allowed only for scores above 8 in fp32, 1,024 in fp16 and 8,192 in bf16.
@@ -109,6 +115,11 @@ def max_error_limit(
 def lse_limit(largest_score: float) -> float:
     """Return the largest error of a log-sum-exp."""
     return LSE_ABSOLUTE + SCORE_RELATIVE * largest_score
+
+
+def logprob_limit(exact: Tensor) -> Tensor:
+    """Return the largest error of each log-probability."""
+    return LOGPROB_ABSOLUTE + LOGPROB_RELATIVE * exact.abs()
 
 
 def needle_limit(dtype: str, kv_len: int) -> float:

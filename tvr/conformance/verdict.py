@@ -28,7 +28,7 @@ from tvr.conformance.fault import (
     same_bits,
 )
 from tvr.conformance.tensors import dtype_name, torch_dtype
-from tvr.contract import AttentionSpec
+from tvr.contract import LOGPROB_FLOOR, AttentionSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,6 +158,23 @@ def _sample(t: Comparison) -> Fault | None:
     return next((fault for fault in faults if fault is not None), None)
 
 
+def _top_logprobs(t: Comparison) -> Fault | None:
+    k = t.found["ids"].shape[1] - 1
+    device = t.found["ids"].device
+    is_sound = t.call["logits"].float().amax(dim=-1).isfinite()
+    exact = oracle.top_logprobs(t.call["logits"].cpu(), t.call["tokens"].cpu(), k)
+    for name, wanted in (("ids", exact.ids), ("ranks", exact.ranks)):
+        # A row whose largest logit is not finite means nothing.
+        sound = is_sound if name == "ranks" else is_sound[:, None]
+        right = torch.where(sound, wanted.to(device), t.found[name])
+        fault = first_other(name, t.found[name], right)
+        if fault is not None:
+            return fault
+    values = exact.values.clamp(min=LOGPROB_FLOOR).to(device)
+    limit = tolerance.logprob_limit(values)
+    return first_off("values", t.found["values"], values, limit, t.reference["values"])
+
+
 def _linear(t: Comparison) -> Fault | None:
     x, weight, bias = t.call["x"], t.call["weight"], t.call["bias"]
     found, reference = t.found["out"], t.reference["out"]
@@ -262,4 +279,5 @@ _JUDGES: dict[str, Callable[[Comparison], Fault | None]] = {
     "argmax": _argmax,
     "prepare_step": _prepare_step,
     "sample": _sample,
+    "top_logprobs": _top_logprobs,
 }

@@ -20,6 +20,8 @@ from tvr.contract.sampling_tables import SamplingTables
 from tvr.contract.specs import (
     COMPOSITES,
     DTYPES,
+    LOGPROB_FLOOR,
+    MAX_NUM_TOP,
     OPS,
     SPECS,
     AddRmsNormSpec,
@@ -36,6 +38,7 @@ from tvr.contract.specs import (
     RopeSpec,
     SampleSpec,
     SiluMulSpec,
+    TopLogprobsSpec,
 )
 
 __all__ = [
@@ -44,6 +47,8 @@ __all__ = [
     "COMPOSITES",
     "DTYPES",
     "ENTRY_POINT_GROUP",
+    "LOGPROB_FLOOR",
+    "MAX_NUM_TOP",
     "OPS",
     "PROTOCOLS",
     "SPECS",
@@ -68,6 +73,7 @@ __all__ = [
     "SamplingTables",
     "SiluMulSpec",
     "StepMeta",
+    "TopLogprobsSpec",
     "check_bound",
     "declared_flags",
     "matching_box",

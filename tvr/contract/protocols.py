@@ -181,6 +181,22 @@ class Sample(Protocol):
     ) -> Tensor: ...
 
 
+class TopLogprobs(Protocol):
+    """Log-probabilities of rows of logits [R, vocab]; R is at most the bounds' sequences.
+
+    tokens [R] int64: a token of each row; what is below 0, as in padding, counts as 0. ids [R, 1 +
+    k] int64: this token, then the k likeliest, the likeliest first and of equals the lower id; k is
+    any number from 0 to the spec's `num_top`. values [R, 1 + k] fp32: their log-softmax, at least
+    `LOGPROB_FLOOR`. ranks [R] int64: that of the token among all by the same order, from 1. It is
+    the order of logits: log-probabilities may be equal by rounding where logits are not. A row
+    whose largest logit is not finite has NaN for values, and any ids of the vocabulary.
+    """
+
+    def __call__(
+        self, logits: Tensor, tokens: Tensor, *, ids: Tensor, values: Tensor, ranks: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 PROTOCOLS: dict[str, type] = {
     "rms_norm": RmsNorm,
     "add_rms_norm": AddRmsNorm,
@@ -194,4 +210,5 @@ PROTOCOLS: dict[str, type] = {
     "argmax": Argmax,
     "prepare_step": PrepareStep,
     "sample": Sample,
+    "top_logprobs": TopLogprobs,
 }

@@ -15,6 +15,12 @@ from tvr.errors import ConfigError
 
 DTYPES = ("float32", "float16", "bfloat16")
 
+#: The log-probability of whatever is less likely, of what is impossible too.
+LOGPROB_FLOOR = -9999.0
+
+#: Most that `TopLogprobsSpec.num_top` may be: a backend may keep so many of a row in registers.
+MAX_NUM_TOP = 32
+
 
 @dataclass(frozen=True, kw_only=True)
 class OpSpec:
@@ -226,6 +232,28 @@ class SampleSpec(OpSpec):
     vocab_size: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class TopLogprobsSpec(OpSpec):
+    """Log-probabilities of a token of each row and of its likeliest; `dtype` is the logits'.
+
+    `num_top` is how many of the likeliest a call asks for at most.
+    """
+
+    op: ClassVar[str] = "top_logprobs"
+
+    vocab_size: int
+    num_top: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        most = min(MAX_NUM_TOP, self.vocab_size)
+        if self.num_top > most:
+            raise ConfigError(
+                f"{self.op}: num_top is {self.num_top}; of {self.vocab_size} tokens it may be "
+                f"{most} at most"
+            )
+
+
 SPECS: dict[str, type[OpSpec]] = {
     cls.op: cls
     for cls in (
@@ -241,6 +269,7 @@ SPECS: dict[str, type[OpSpec]] = {
         ArgmaxSpec,
         PrepareStepSpec,
         SampleSpec,
+        TopLogprobsSpec,
     )
 }
 OPS = tuple(SPECS)

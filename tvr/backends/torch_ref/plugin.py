@@ -19,6 +19,7 @@ from tvr.backends.torch_ref import (
     prepare,
     rope,
     sample,
+    top_logprobs,
 )
 from tvr.contract import (
     DTYPES,
@@ -39,6 +40,7 @@ from tvr.contract import (
     RopeSpec,
     SampleSpec,
     SiluMulSpec,
+    TopLogprobsSpec,
     why_not,
 )
 from tvr.hookspecs import hookimpl
@@ -75,6 +77,7 @@ _INFO = BackendInfo(
         "argmax": _boxes(cuda_graph=True),
         "prepare_step": _boxes(cuda_graph=True),
         "sample": _boxes(cuda_graph=False),
+        "top_logprobs": _boxes(cuda_graph=True),
     },
 )
 
@@ -155,3 +158,8 @@ def tvr_bind_prepare_step(spec: PrepareStepSpec, device: DeviceFacts) -> BoundOp
 @hookimpl
 def tvr_bind_sample(spec: SampleSpec, device: DeviceFacts) -> BoundOp | None:
     return sample.bind_sample() if _declared(spec, device) else None
+
+
+@hookimpl
+def tvr_bind_top_logprobs(spec: TopLogprobsSpec, device: DeviceFacts) -> BoundOp | None:
+    return top_logprobs.bind_top_logprobs(spec) if _declared(spec, device) else None

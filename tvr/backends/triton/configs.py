@@ -34,6 +34,7 @@ BLOCKS: dict[str, frozenset[str]] = {
     "sample_best": frozenset({"BLOCK"}),
     "sample_race": frozenset({"BLOCK"}),
     "sample_choice": frozenset({"WIDE"}),
+    "top_logprobs": frozenset({"SEGMENTS", "SEGMENT"}),
 }
 #: Blocks that count something else than a tile's rows or columns, and so may be any number.
 _COUNTS = frozenset({"PROGRAMS"})

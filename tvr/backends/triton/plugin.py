@@ -26,6 +26,7 @@ from tvr.contract import (
     RopeSpec,
     SampleSpec,
     SiluMulSpec,
+    TopLogprobsSpec,
     why_not,
 )
 from tvr.errors import ConfigError
@@ -55,6 +56,7 @@ OP_MODULES = {
     "argmax": "argmax",
     "prepare_step": "prepare_step",
     "sample": "sample",
+    "top_logprobs": "top_logprobs",
 }
 
 
@@ -111,6 +113,7 @@ def backend_info() -> BackendInfo:
             "argmax": boxes(),
             "prepare_step": boxes(),
             "sample": boxes(),
+            "top_logprobs": boxes(),
         },
     )
 
@@ -211,4 +214,9 @@ def tvr_bind_prepare_step(spec: PrepareStepSpec, device: DeviceFacts) -> BoundOp
 
 @hookimpl
 def tvr_bind_sample(spec: SampleSpec, device: DeviceFacts) -> BoundOp | None:
+    return _bind(spec, device)
+
+
+@hookimpl
+def tvr_bind_top_logprobs(spec: TopLogprobsSpec, device: DeviceFacts) -> BoundOp | None:
     return _bind(spec, device)
