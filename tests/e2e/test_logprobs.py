@@ -21,7 +21,6 @@ from support.engines import (
     tokens_of,
 )
 from tvr import SamplingParams
-from tvr.core.logprobs import LogprobTensors
 from tvr.core.runner import ModelRunner
 from tvr.core.step_extras import NO_EXTRAS
 from tvr.errors import RequestError
@@ -51,6 +50,17 @@ def text_checkpoint(tmp_path_factory):
 def lag(request, monkeypatch):
     with delays(monkeypatch):
         yield request.param
+
+
+def watch_op(llm, look):
+    """Let `look` see the logits of every call of `top_logprobs`."""
+    step_ops = llm._runner._step_ops
+
+    def run(logits, tokens, **room):
+        look(logits)
+        return step_ops.top_logprobs(logits, tokens, **room)
+
+    llm._runner._step_ops = step_ops._replace(top_logprobs=run)
 
 
 @torch.no_grad()
@@ -127,17 +137,40 @@ def test_prompt_logprobs_are_computed_a_few_rows_at_a_time(checkpoint, monkeypat
     """All at once, a long prompt's logits would take more memory than everything else."""
     (prompt,) = prompts_of([200])
     asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-    sizes = []
-    of = LogprobTensors.of
-    monkeypatch.setattr(
-        LogprobTensors,
-        "of",
-        lambda logits, *a: (sizes.append(len(logits)), of(logits, *a))[1],
-    )
+    made, judged = [], []
     with engine(checkpoint, max_num_seqs=8) as llm:
+        compute = llm._runner._model.compute_logits
+        watch_op(llm, lambda logits: judged.append(len(logits)))
+        monkeypatch.setattr(
+            llm._runner._model,
+            "compute_logits",
+            lambda hidden: (made.append(len(hidden)), compute(hidden))[1],
+        )
         (output,) = llm.generate(prompt, asked)
-    assert sizes == [64, 64, 64, 7]
+    assert made == [64, 64, 64, 7, 1]
+    assert judged == [8] * 24 + [7]  # the op takes as many as there may be sequences
     assert len(output.prompt_logprobs) == 200
+
+
+@pytest.mark.parametrize(("num_asking", "rows"), [(1, {1}), (2, {2}), (3, {8}), (8, {8})])
+def test_of_few_among_many_rows_the_logits_are_gathered(checkpoint, lag, num_asking, rows):
+    """Whichever rows the op was given, each request has its own."""
+    prompts = prompts_of([20, 30, 17, 25, 40, 9, 12, 33])
+    params = [greedy(6, logprobs=i if i >= 8 - num_asking else None) for i in range(8)]
+    with engine(checkpoint, max_lag=lag, max_num_seqs=8) as llm:
+        alone = [llm.generate(p, q)[0].outputs[0] for p, q in zip(prompts, params, strict=True)]
+        judged = set()
+        watch_op(llm, lambda logits: judged.add(len(logits)))
+        outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
+    assert judged == rows
+    for i, (found, wanted) in enumerate(zip(outputs, alone, strict=True)):
+        assert found.token_ids == wanted.token_ids
+        if params[i].logprobs is None:
+            assert found.logprobs is wanted.logprobs is None
+            continue
+        assert [d.keys() for d in found.logprobs] == [d.keys() for d in wanted.logprobs]
+        assert all(i <= len(d) <= i + 1 for d in found.logprobs)
+        assert found.cumulative_logprob == pytest.approx(wanted.cumulative_logprob, abs=LIMIT)
 
 
 def test_a_preempted_prompt_gives_its_logprobs_once(checkpoint, lag, monkeypatch):
@@ -211,8 +244,10 @@ def test_the_text_of_a_token_is_that_inside_a_text(text_checkpoint):
             for d, t in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
         ]
         assert "".join(texts) == "once more unto the breach"
-        pieces = [p.decoded_token for d in output.outputs[0].logprobs for p in d.values()]
-        assert all(isinstance(piece, str) for piece in pieces)
+        named = [(i, p.decoded_token) for d in output.outputs[0].logprobs for i, p in d.items()]
+        assert all(isinstance(piece, str) for _, piece in named)
+        # They are made once, for all requests.
+        assert dict(named).items() <= llm.tokenizer.decoding.texts.items()
 
 
 def test_minus_infinity_is_a_floor_that_json_can_say(checkpoint, monkeypatch):
@@ -350,16 +385,16 @@ def test_a_failing_processor_ends_its_request_alone(checkpoint, lag, processor, 
 
 
 def test_only_what_is_asked_for_is_computed(checkpoint, monkeypatch):
-    def never(*args, **kwargs):
+    def never(logits):
         raise AssertionError("nobody asked for this")
 
-    monkeypatch.setattr(LogprobTensors, "of", never)
     extras = []
     submit = ModelRunner.submit
     monkeypatch.setattr(
         ModelRunner, "submit", lambda self, *a: (extras.append(a[2]), submit(self, *a))[1]
     )
     with engine(checkpoint) as llm:
+        watch_op(llm, never)
         llm.generate(prompts_of([20, 33]), greedy(8, logit_bias={3: 1.0}))
     assert extras
     assert all(e is NO_EXTRAS for e in extras)

@@ -67,12 +67,31 @@ class IncrementalDetokenizer:
         self.flush = stream.flush
 
 
+class TokenTexts(dict[int, str]):
+    """The text of each token by itself, in the middle of a text, special tokens included.
+
+    They are made when they are first looked up.
+    """
+
+    def __init__(self, decoding: Decoding) -> None:
+        super().__init__()
+        self._decoding = decoding
+
+    def __missing__(self, token_id: int) -> str:
+        stream = self._decoding.stream(False, None)
+        text = self[token_id] = stream.push(token_id) + stream.flush()
+        return text
+
+
 class Decoding:
     """How a tokenizer's ids become text; shared by all its detokenizers.
 
     A ByteLevel decoder and the Llama-2 one work token by token, so a table of what each id adds
     serves them, about ten times faster than the library's decoder. Any other decoder is run over
     a sliding window of ids.
+
+    Attributes:
+        texts: of each token by itself.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, special_tokens: frozenset[str]) -> None:
@@ -84,6 +103,7 @@ class Decoding:
         """
         self._backend = backend
         self._special_tokens = special_tokens
+        self.texts = TokenTexts(self)
         steps = decoder_steps(backend)
         self._byte_level = [step["type"] for step in steps] == ["ByteLevel"]
         to_piece = byte_level_piece() if self._byte_level else byte_fallback_piece(steps)

@@ -35,9 +35,11 @@ def obstacles(config: EngineConfig, ops: OpTable) -> list[str]:
     if config.shadow is not None:
         return ["a shadow repeats every op"]
     lacking = ops.lacking("cuda_graph")
-    # The first is in no step of decodes only. Of the others one is enough, and where it is argmax,
-    # torch chooses tokens that are not greedy behind a graph that ends with logits.
-    elsewhere = {"attention_prefill", "sample" if "sample" in lacking else "argmax"}
+    # The first is in no step of decodes only, the second behind it. Of the others one is enough,
+    # and where it is argmax, torch chooses tokens that are not greedy behind a graph that ends with
+    # logits.
+    behind = "sample" if "sample" in lacking else "argmax"
+    elsewhere = {"attention_prefill", "top_logprobs", behind}
     return [_undeclared(op, names) for op, names in lacking.items() if op not in elsewhere]
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tvr.core.draw import best_tokens
 from tvr.core.outputs import Logprob
 
-#: Stands for anything below it, -inf above all, which JSON cannot say.
-LOGPROB_FLOOR = -9999.0
+#: Half the time of `Logprob(...)`, and needed for some tokens of every token there is.
+_new_logprob = partial(tuple.__new__, Logprob)
 
 
 class RawLogprobs(NamedTuple):
@@ -29,19 +30,28 @@ class RawLogprobs(NamedTuple):
     values: list[float]
     rank: int
 
-    def named(self, text_of: Callable[[int], str | None]) -> dict[int, Logprob]:
-        """Return them by token id, the token that is there first."""
-        ranks = [self.rank, *range(1, len(self.ids))]
-        named: dict[int, Logprob] = {}
-        for token_id, value, rank in zip(self.ids, self.values, ranks, strict=True):
-            if token_id not in named:
-                named[token_id] = Logprob(value, rank, text_of(token_id))
-        return named
+    def cut(self, num_top: int) -> RawLogprobs:
+        """Return as many of the likeliest as were asked for."""
+        width = num_top + 1
+        if width >= len(self.ids):
+            return self
+        return RawLogprobs(self.ids[:width], self.values[:width], self.rank)
+
+    def named(self, texts: Mapping[int, str] | None) -> dict[int, Logprob]:
+        """Return them by token id, the token that is there first; `texts` are those of tokens."""
+        ids, values, rank = self
+        # If the token that is there comes again it has the same value and rank.
+        ranks = (rank, *range(1, len(ids)))
+        decoded: Iterable[str | None] = repeat(None)
+        if texts is not None:
+            decoded = map(texts.__getitem__, ids)
+        rows = zip(values, ranks, decoded, strict=False)  # of which the last may be endless
+        return dict(zip(ids, map(_new_logprob, rows), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """Log-probabilities of r positions.
+    """Log-probabilities of r positions, in one piece of memory, which one copy takes to the host.
 
     Attributes:
         ids: [r, 1 + k] int64, the token that is there, then the k likeliest.
@@ -52,45 +62,37 @@ class LogprobTensors:
     ids: Tensor
     values: Tensor
     ranks: Tensor
+    _memory: Tensor
 
     @classmethod
-    def of(cls, logits: Tensor, tokens: Tensor, num_top: int) -> LogprobTensors:
-        """Compute them from the model's own logits: nothing asked of sampling shows in them.
-
-        Args:
-            logits: [r, vocab] activation dtype.
-            tokens: [r] int64, the token that is there; where it is -1 the row means nothing.
-            num_top: how many of the likeliest tokens.
-        """
-        logprobs = logits.float().log_softmax(dim=-1)
-        tokens = tokens.clamp(min=0)[:, None]  # [r, 1]
-        own = logprobs.gather(1, tokens)
-        # Among equals the lower id comes first, as everywhere.
-        ids = torch.arange(logits.shape[1], device=logits.device)
-        before = (logprobs > own) | ((logprobs == own) & (ids < tokens))
-        ranks = before.sum(dim=-1) + 1
-        values = own
-        if num_top:
-            best = logprobs.amax(dim=-1, keepdim=True)
-            _, top = best_tokens(best - logprobs, min(num_top, logits.shape[1]))
-            tokens = torch.cat((tokens, top), dim=1)
-            values = torch.cat((own, logprobs.gather(1, top)), dim=1)
-        return cls(tokens, values.clamp(min=LOGPROB_FLOOR), ranks)
-
-    @classmethod
-    def cat(cls, parts: Sequence[LogprobTensors]) -> LogprobTensors:
-        """Return the rows of all `parts`, which have the same k."""
-        return cls(
-            torch.cat([part.ids for part in parts]),
-            torch.cat([part.values for part in parts]),
-            torch.cat([part.ranks for part in parts]),
+    def empty(cls, num_rows: int, num_top: int, device: torch.device) -> LogprobTensors:
+        """Return room for `num_rows` positions and the `num_top` likeliest tokens of each."""
+        num = num_rows * (1 + num_top)
+        return cls._within(
+            torch.empty(num + num_rows + (num + 1) // 2, dtype=torch.int64, device=device),
+            num_rows,
+            num_top,
         )
 
-    def on_host(self, num_tops: list[int]) -> list[RawLogprobs]:
-        """Return each row, cut to as many of the likeliest as were asked for; waits for them."""
-        return [
-            RawLogprobs(ids[: num_top + 1], values[: num_top + 1], rank)
-            for ids, values, rank, num_top in zip(
-                self.ids.tolist(), self.values.tolist(), self.ranks.tolist(), num_tops, strict=True
-            )
-        ]
+    @classmethod
+    def _within(cls, memory: Tensor, num_rows: int, num_top: int) -> LogprobTensors:
+        num = num_rows * (1 + num_top)
+        values = memory[num + num_rows :].view(torch.float32)[:num]
+        return cls(
+            ids=memory[:num].view(num_rows, 1 + num_top),
+            values=values.view(num_rows, 1 + num_top),
+            ranks=memory[num : num + num_rows],
+            _memory=memory,
+        )
+
+    def to_pinned(self) -> LogprobTensors:
+        """Start copying them to the host, on the current stream."""
+        on_host = torch.empty(len(self._memory), dtype=torch.int64, pin_memory=True)
+        on_host.copy_(self._memory, non_blocking=True)
+        num_rows, width = self.ids.shape
+        return self._within(on_host, num_rows, width - 1)
+
+    def rows(self) -> Sequence[RawLogprobs]:
+        """Return each row, of tensors that have arrived on the host."""
+        columns = (self.ids.tolist(), self.values.tolist(), self.ranks.tolist())
+        return list(map(RawLogprobs, *columns))

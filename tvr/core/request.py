@@ -66,8 +66,7 @@ class Request:
         self.followed = followed
         self.params = params
         self.bad_words = bad_words
-        self._tokenizer = tokenizer
-        self._piece_texts: dict[int, str] = {}
+        self._texts = None if tokenizer is None else tokenizer.decoding.texts
         strings: list[str] = []
         #: Why a token of this id ended an answer; EOS ids that the user did not name have none.
         self._stop_reasons: dict[int, int | str] = {i: i for i in params.stop_token_ids or ()}
@@ -131,7 +130,7 @@ class Request:
         """
         # A prompt that was preempted halfway comes again from its beginning.
         new = rows[len(self._prompt_logprobs) - start :]
-        self._prompt_logprobs += [row.named(self._text_of_one) for row in new]
+        self._prompt_logprobs += [row.named(self._texts) for row in new]
         if len(self._prompt_logprobs) == len(self.output.prompt_token_ids):
             self.output.prompt_logprobs = self._prompt_logprobs
             self.completions[0].sequence.prompt_logits = False
@@ -185,18 +184,8 @@ class Request:
         if out.logprobs is None:
             out.logprobs, out.cumulative_logprob = [], 0.0
         assert out.cumulative_logprob is not None
-        out.logprobs.append(logprobs.named(self._text_of_one))
+        out.logprobs.append(logprobs.named(self._texts))
         out.cumulative_logprob += logprobs.values[0]
-
-    def _text_of_one(self, token: int) -> str | None:
-        """Return a token's text in the middle of a text, whatever kind of token it is."""
-        if self._tokenizer is None:
-            return None
-        text = self._piece_texts.get(token)
-        if text is None:
-            detokenizer = IncrementalDetokenizer(self._tokenizer, skip_special_tokens=False)
-            text = self._piece_texts[token] = detokenizer.push(token) + detokenizer.flush()
-        return text
 
     def _flush(self, completion: Completion) -> None:
         """Release what was held back: bytes that make no character, the beginning of a stop."""

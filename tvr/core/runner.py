@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tvr.core.batch import DeviceTables, ForwardBatch, PackedStep
 from tvr.core.decode_inputs import PackedDecodes
-from tvr.core.device_copy import to_device, to_index
+from tvr.core.device_copy import to_device
 from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.logprobs import LogprobTensors
@@ -41,6 +41,10 @@ Pending = Callable[[], StepResult]
 #: if that is more: so they take no more memory than sampling does.
 PROMPT_LOGIT_ROWS = 64
 MAX_PROMPT_LOGIT_ROWS = 1024
+
+#: Of so many rows the log-probabilities of all are computed if one in this many wants them: that
+#: costs less than to gather logits.
+FEW_WANT_LOGPROBS = 4
 
 
 def on_device(
@@ -226,12 +230,42 @@ class ModelRunner:
             logits: [R, vocab], the model's own.
             host_rows: the rows of the sampler.
         """
-        places = self._sampler.wanted_logprobs(host_rows)
-        if not places:
+        num_tops = self._sampler.wanted_logprobs(host_rows)
+        if not num_tops:
             return result
-        return replace(
-            result, places=places, logprobs=_sampled_logprobs(logits, result.tokens, places)
-        )
+        tokens = result.tokens
+        places: Sequence[tuple[int, int | None]] = list(enumerate(num_tops))
+        wanted = [(place, num_top) for place, num_top in places if num_top is not None]
+        if len(wanted) * FEW_WANT_LOGPROBS <= len(places):
+            places = wanted
+            index = to_device([place for place, _ in wanted], self._device)
+            logits, tokens = logits[index], tokens[index]
+        logprobs = self._room_for_logprobs(len(tokens), max(num for _, num in wanted))
+        self._compute_logprobs(logits, tokens, logprobs)
+        return replace(result, places=places, logprobs=logprobs)
+
+    def _room_for_logprobs(self, num_rows: int, num_top: int) -> LogprobTensors:
+        num_top = min(num_top, self._sampler.vocab_size)
+        return LogprobTensors.empty(num_rows, num_top, self._device)
+
+    def _compute_logprobs(
+        self, logits: Tensor, tokens: Tensor, out: LogprobTensors, first: int = 0
+    ) -> None:
+        """Fill rows of `out` from `first` on with those of tokens [r] in logits [r, vocab].
+
+        The op takes no more rows at a time than there may be sequences.
+        """
+        most = self._tables.spare_row
+        for begin in range(0, len(tokens), most):
+            rows = slice(begin, min(begin + most, len(tokens)))
+            to = slice(first + rows.start, first + rows.stop)
+            self._step_ops.top_logprobs(
+                logits[rows],
+                tokens[rows],
+                ids=out.ids[to],
+                values=out.values[to],
+                ranks=out.ranks[to],
+            )
 
     def _prompt_logprobs(
         self, hidden: Tensor, prompts: Sequence[PromptRows]
@@ -240,16 +274,12 @@ class ModelRunner:
         if not prompts:
             return None
         targets = to_device([token for p in prompts for token in p.targets], self._device)
-        num_top = max(p.num_top for p in prompts)
-        parts = [
-            LogprobTensors.of(self._model.compute_logits(some), tokens, num_top)
-            for some, tokens in zip(
-                torch.split(hidden, self._prompt_logit_rows),
-                torch.split(targets, self._prompt_logit_rows),
-                strict=True,
-            )
-        ]
-        return LogprobTensors.cat(parts)
+        found = self._room_for_logprobs(len(targets), max(p.num_top for p in prompts))
+        for first in range(0, len(targets), self._prompt_logit_rows):
+            rows = slice(first, first + self._prompt_logit_rows)
+            logits = self._model.compute_logits(hidden[rows])
+            self._compute_logprobs(logits, targets[rows], found, first)
+        return found
 
     def close(self) -> None:
         """Wait for the steps in flight, end the worker thread and let go of model and KV pool."""
@@ -268,14 +298,6 @@ def _with_prompts(logit_rows: Tensor, prompts: Sequence[PromptRows]) -> Tensor:
         for p in prompts
     ]
     return torch.cat((logit_rows, *more))
-
-
-def _sampled_logprobs(
-    logits: Tensor, tokens: Tensor, places: Sequence[tuple[int, int]]
-) -> LogprobTensors:
-    """Return those of the sampling entries in `places`."""
-    index = to_index([place for place, _ in places], len(logits), logits.device)
-    return LogprobTensors.of(logits[index], tokens[index], max(num for _, num in places))
 
 
 def _result_of(step: Future[DeviceResult]) -> StepResult:

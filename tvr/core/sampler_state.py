@@ -216,12 +216,11 @@ class SamplerState:
         """Return whether the tables say all about `rows`: no rule has a say."""
         return self._unusual.isdisjoint(rows)
 
-    def wanted_logprobs(self, rows: Sequence[int]) -> list[tuple[int, int]]:
-        """Return (place in `rows`, number of likeliest tokens) where logprobs are wanted."""
+    def wanted_logprobs(self, rows: Sequence[int]) -> list[int | None]:
+        """Return how many of the likeliest each of `rows` wants; None: no logprobs. []: none do."""
         if self._with_logprobs.isdisjoint(rows):
             return []
-        wanted = [(place, self._rows[row].logprobs) for place, row in enumerate(rows)]
-        return [(place, num_top) for place, num_top in wanted if num_top is not None]
+        return [self._rows[row].logprobs for row in rows]
 
     def adjust(
         self,

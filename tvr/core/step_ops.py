@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tvr.contract import ArgmaxSpec, PrepareStepSpec, SampleSpec
+from tvr.contract import ArgmaxSpec, PrepareStepSpec, SampleSpec, TopLogprobsSpec
 from tvr.core.batch import DeviceTables
 from tvr.core.ops import OpTable
 from tvr.core.sampler_state import SamplerState
+from tvr.core.sampling_params import MAX_LOGPROBS
 
 
 class StepOps(NamedTuple):
@@ -21,11 +22,13 @@ class StepOps(NamedTuple):
         argmax: chooses greedy tokens.
         sample: chooses tokens as the tables ask, without waiting for the host; None: what is bound
             cannot be captured, and torch chooses, row by row as the host knows them.
+        top_logprobs: log-probabilities of tokens and of the likeliest, `MAX_LOGPROBS` at most.
     """
 
     prepare_step: Callable[..., Any]
     argmax: Callable[..., Tensor]
     sample: Callable[..., Tensor] | None
+    top_logprobs: Callable[..., Any]
 
     @classmethod
     def bind(
@@ -48,10 +51,17 @@ class StepOps(NamedTuple):
         argmax = ArgmaxSpec(dtype=dtype, batch_invariant=batch_invariant, vocab_size=vocab_size)
         choice = SampleSpec(dtype=dtype, batch_invariant=batch_invariant, vocab_size=vocab_size)
         sample = ops.bind_at(choice, "sampler").run
+        logprobs = TopLogprobsSpec(
+            dtype=dtype,
+            batch_invariant=batch_invariant,
+            vocab_size=vocab_size,
+            num_top=min(MAX_LOGPROBS, vocab_size),
+        )
         return cls(
             prepare_step=ops.bind_at(prepare, "inputs").run,
             argmax=ops.bind_at(argmax, "sampler").run,
             sample=sample if "cuda_graph" in ops.flags(choice) else None,
+            top_logprobs=ops.bind_at(logprobs, "logprobs").run,
         )
 
     def choose(

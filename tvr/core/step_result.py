@@ -47,15 +47,16 @@ class DeviceResult:
     Attributes:
         tokens: [R] int64.
         errors: see `StepResult`.
-        places: (sampling entry, number of likeliest tokens) of each row of `logprobs`.
-        logprobs: of those sampling entries that want them.
+        places: of each row of `logprobs` the sampling entry, and how many of the likeliest tokens
+            it wants; None: it wants no log-probabilities.
+        logprobs: of all sampling entries, or of those that want them.
         prompts: stretches of prompts whose rows follow each other in `prompt_logprobs`.
         prompt_logprobs: of all these.
     """
 
     tokens: Tensor
     errors: dict[str, str] = field(default_factory=dict)
-    places: Sequence[tuple[int, int]] = ()
+    places: Sequence[tuple[int, int | None]] = ()
     logprobs: LogprobTensors | None = None
     prompts: Sequence[PromptRows] = ()
     prompt_logprobs: LogprobTensors | None = None
@@ -63,18 +64,11 @@ class DeviceResult:
     def to_pinned(self) -> DeviceResult:
         """Start copying every tensor to the host, on the current stream."""
 
-        def logprobs_to_pinned(given: LogprobTensors | None) -> LogprobTensors | None:
-            if given is None:
-                return None
-            return LogprobTensors(
-                _to_pinned(given.ids), _to_pinned(given.values), _to_pinned(given.ranks)
-            )
-
         return replace(
             self,
             tokens=_to_pinned(self.tokens),
-            logprobs=logprobs_to_pinned(self.logprobs),
-            prompt_logprobs=logprobs_to_pinned(self.prompt_logprobs),
+            logprobs=self.logprobs and self.logprobs.to_pinned(),
+            prompt_logprobs=self.prompt_logprobs and self.prompt_logprobs.to_pinned(),
         )
 
     def on_host(self) -> StepResult:
@@ -83,14 +77,13 @@ class DeviceResult:
         logprobs: list[RawLogprobs | None] | None = None
         if self.logprobs is not None:
             logprobs = [None] * len(tokens)
-            rows = self.logprobs.on_host([num_top for _, num_top in self.places])
-            for (place, _), row in zip(self.places, rows, strict=True):
-                logprobs[place] = row
+            for (place, num_top), row in zip(self.places, self.logprobs.rows(), strict=True):
+                if num_top is not None:
+                    logprobs[place] = row.cut(num_top)
         prompts = []
         if self.prompt_logprobs is not None:
-            num_tops = [p.num_top for p in self.prompts for _ in p.targets]
-            left = iter(self.prompt_logprobs.on_host(num_tops))
-            prompts = [(p, [next(left) for _ in p.targets]) for p in self.prompts]
+            left = iter(self.prompt_logprobs.rows())
+            prompts = [(p, [next(left).cut(p.num_top) for _ in p.targets]) for p in self.prompts]
         return StepResult(tokens=tokens, logprobs=logprobs, errors=self.errors, prompts=prompts)
 
 
