@@ -482,3 +482,16 @@ def test_aborting_a_group_in_any_order_gives_everything_back(lag):
                 assert loop.scheduler.abort(name)
             loop.drain()
             loop.assert_empty()
+
+
+def test_counts_tell_preemptions_and_prompt_tokens_found_in_the_cache():
+    loop = Loop()
+    for name in ("cold", "warm"):
+        loop.add(name, [1] * 33)
+        loop.drain()
+    assert loop.scheduler.counts == {"queried_tokens": 66, "cached_tokens": 32}
+    loop = Loop(lag=0, num_blocks=8, max_model_len=128)
+    seqs = [loop.add(str(index), [index + 1] * 17, max_tokens=60) for index in range(3)]
+    loop.drain()
+    assert loop.scheduler.counts["preemptions"] == sum(seq.epoch - 1 for seq in seqs) > 0
+    assert loop.scheduler.counts["queried_tokens"] == 51  # a resumed one does not count again

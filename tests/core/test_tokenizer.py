@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 
 import pytest
 
 from support import small_tokenizers as small
+from tvr.core import control_tokens
 from tvr.core.tokenizer import Tokenizer
 from tvr.errors import CheckpointError, RequestError, TvrError
 
@@ -219,3 +222,44 @@ def test_encoding_equals_transformers(tmp_path, save):
 def test_vocab_size_counts_added_tokens(llama3):
     last = max(llama3.special_token_id(t) for t in small.LLAMA3_SPECIAL)
     assert llama3.vocab_size == last + 1
+
+
+@pytest.mark.parametrize("kind", ["llama3", "llama2"])
+def test_a_long_text_is_encoded_like_a_short_one(kind, request, monkeypatch):
+    tokenizer = request.getfixturevalue(kind)
+    text = "Größe 東京 😀 and <|eot_id|> </s>\n" * 400
+    allowed = (True, False)
+    ids = [tokenizer.encode(text, allow_special=allow) for allow in allowed]
+    monkeypatch.setattr(control_tokens, "_LONG_TEXT", len(text))
+    assert [tokenizer.encode(text, allow_special=allow) for allow in allowed] == ids
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(llama3):
+    """The library kept Python's lock for seconds, and whoever served others stood still."""
+    began, ended = threading.Event(), threading.Event()
+
+    def encode():
+        began.set()
+        llama3.encode("two words " * 100_000)
+        ended.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    began.wait()
+    longest, before = 0.0, time.perf_counter()
+    while not ended.is_set():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        longest, before = max(longest, now - before), now
+    thread.join()
+    assert longest < 0.3
+
+
+@pytest.mark.parametrize("kind", ["llama3", "llama2"])
+def test_bytes_of_tokens_put_together_are_the_text(kind, request):
+    tokenizer = request.getfixturevalue(kind)
+    ids = tokenizer.encode("Größe 東京 😀", add_special_tokens=False)
+    joined = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    assert joined.removeprefix(" ") == "Größe 東京 😀"
+    assert tokenizer.token_bytes(1_000_000) == b""
+    assert len("Größe 東京 😀") <= len(ids) * tokenizer.longest_token

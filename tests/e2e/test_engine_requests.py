@@ -378,3 +378,17 @@ def test_several_conversations_are_answered_in_order(text_checkpoint):
         assert tokens_of(llm.chat(conversations, greedy(6))) == alone
         with pytest.raises(RequestError):
             llm.chat([])
+
+
+def test_only_requests_of_one_salt_share_prefixes_and_counts_outlive_a_new_beginning(checkpoint):
+    (prompt,) = prompts_of([40])
+    with engine(checkpoint) as llm:
+        cached = []
+        for i, salt in enumerate([None, "a", "b", "a", None]):
+            llm.add_request(str(i), prompt, greedy(2), cache_salt=salt)
+            cached.append(drain(llm)[str(i)].num_cached_tokens)
+        assert cached == [0, 0, 0, 32, 32]
+        llm._end_all("abort")
+        stats = llm.stats()
+        assert (stats["num_queried_tokens"], stats["num_cached_tokens"]) == (200, 64)
+        assert stats["num_preemptions"] == 0

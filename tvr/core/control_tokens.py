@@ -22,6 +22,9 @@ import tokenizers
 # Noncharacters: Unicode sets them aside for a program's inside, no text has them.
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
+#: Characters; encoding as many takes some milliseconds.
+_LONG_TEXT = 10_000
+
 _T = TypeVar("_T")
 
 
@@ -63,8 +66,7 @@ class ControlTokens:
             lambda m: _spelling(m[0]) if m[0] == m[1] else m[1] or "",
             text,
         )
-        ids: list[int] = self._respelt.encode(swapped, add_special_tokens=False).ids
-        return ids
+        return encode_beside(self._respelt, swapped, add_special_tokens=False)
 
     @cached_property
     def _respelt(self) -> tokenizers.Tokenizer:
@@ -89,6 +91,22 @@ class ControlTokens:
 
     def _respell(self, token: str) -> str:
         return _spelling(token) if token in self._tokens else token
+
+
+def encode_beside(
+    backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool
+) -> list[int]:
+    """Return the token ids of `text`; if it is long, other threads run meanwhile.
+
+    The library keeps Python's lock while it encodes one text, seconds for some megabytes, but not
+    while it encodes a list of them.
+    """
+    if len(text) > _LONG_TEXT:
+        (encoding,) = backend.encode_batch([text], add_special_tokens=add_special_tokens)
+    else:
+        encoding = backend.encode(text, add_special_tokens=add_special_tokens)
+    ids: list[int] = encoding.ids
+    return ids
 
 
 def _spelling(token: str) -> str:

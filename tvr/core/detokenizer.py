@@ -115,6 +115,16 @@ class Decoding:
                 True: PieceTable(backend, to_piece, special_tokens),
             }
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what one token stands for, special tokens included."""
+        if self._tables:
+            piece = self._tables[False][token_id]
+            return piece.encode() if isinstance(piece, str) else piece
+        if token_of(self._backend, token_id) is None:
+            return b""
+        text: str = self._backend.decode([token_id], skip_special_tokens=False)
+        return text.encode()
+
     def stream(
         self, skip_special_tokens: bool, prompt_token_ids: Sequence[int] | None
     ) -> _ByteLevelStream | _ByteFallbackStream | _WindowStream:

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 
 from tvr.core.bad_words import bad_word_ids
@@ -62,6 +62,7 @@ class Engine:
         self._completions: dict[str, tuple[Request, Completion]] = {}
         self._special: set[str] = set()  # requests that want more of a step than tokens
         self._undelivered: dict[str, RequestOutput] = {}
+        self._counts: Counter[str] = Counter()  # the scheduler's, kept over a new beginning
         self._start()
 
     def _start(self) -> None:
@@ -75,6 +76,7 @@ class Engine:
             enable_prefix_caching=self.config.enable_prefix_caching,
             max_lag=self.config.max_lag,
             policy=self.config.scheduling_policy,
+            counts=self._counts,
         )
         self._next_index = [0] * self.limits.max_num_seqs
         self._in_flight: deque[tuple[ScheduleOutput, Pending | Exception]] = deque()
@@ -87,6 +89,7 @@ class Engine:
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         """Queue a request; `step` will return its outputs.
 
@@ -95,12 +98,13 @@ class Engine:
             prompt: text, token ids, or a dict with "prompt" or "prompt_token_ids".
             sampling_params: None: the defaults.
             priority: smaller is more urgent, for scheduling policies that look at it.
+            cache_salt: only requests of the same salt share cached prefixes.
 
         Raises:
             RequestError: the request can never be served as asked; the engine is untouched.
             ConfigError: the engine is closed.
         """
-        self._enqueue(request_id, prompt, sampling_params, priority=priority)
+        self._enqueue(request_id, prompt, sampling_params, priority=priority, cache_salt=cache_salt)
 
     def _enqueue(
         self,
@@ -110,6 +114,7 @@ class Engine:
         *,
         followed: bool = False,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> Request:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(request_id, str) or not isinstance(params, SamplingParams):
@@ -146,6 +151,7 @@ class Engine:
             bad_words=bad_words,
             followed=followed,
             priority=priority,
+            cache_salt=cache_salt,
         )
         request.completions[0].sequence.set_limits(
             max_model_len=self.limits.max_model_len,
@@ -363,8 +369,9 @@ class Engine:
                 self._stepping.release()
 
     def stats(self) -> Mapping[str, int]:
-        """Return counts of the moment: running, waiting, KV blocks in use and in all, and steps
-        so far, by whether they were launched as a CUDA graph or op by op."""
+        """Return counts of the moment: running, waiting, KV blocks in use and in all; and so far:
+        steps, by whether they were launched as a CUDA graph or op by op, preemptions, prompt
+        tokens looked up in the prefix cache and those found there."""
         blocks = self._scheduler.block_manager
         return {
             "num_running": self._scheduler.num_running,
@@ -373,6 +380,9 @@ class Engine:
             "num_used_blocks": self.limits.num_blocks - blocks.num_free,
             "num_graph_steps": self._runner.counts["graph"],
             "num_eager_steps": self._runner.counts["eager"],
+            "num_preemptions": self._counts["preemptions"],
+            "num_queried_tokens": self._counts["queried_tokens"],
+            "num_cached_tokens": self._counts["cached_tokens"],
         }
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from tvr.core.block_manager import BlockManager
 from tvr.core.in_flight import StepRecord
 from tvr.core.sequence import Sequence, SequenceStatus
@@ -13,14 +15,16 @@ class Placement:
     Args:
         blocks: the KV pool.
         num_rows: rows of the device tables.
+        counts: the scheduler's.
 
     Attributes:
         running: by request id, in order of arrival.
         free_rows: rows that nobody owns and no step in flight names.
     """
 
-    def __init__(self, blocks: BlockManager, num_rows: int) -> None:
+    def __init__(self, blocks: BlockManager, num_rows: int, counts: Counter[str]) -> None:
         self.blocks = blocks
+        self.counts = counts
         self.running: dict[str, Sequence] = {}
         self.free_rows = list(range(num_rows - 1, -1, -1))  # a stack: row 0 goes first
         self._num_growable = 0  # running sequences that may come to need more blocks
@@ -59,6 +63,9 @@ class Placement:
         seq.row = self.free_rows.pop()
         if seq.status is SequenceStatus.WAITING:
             seq.num_cached_tokens = seq.num_scheduled
+            if blocks.enable_prefix_caching:
+                self.counts["queried_tokens"] += seq.num_prompt_tokens
+                self.counts["cached_tokens"] += seq.num_cached_tokens
         seq.status = SequenceStatus.RUNNING
         newest = next(reversed(self.running.values()), seq)
         self.running[seq.request_id] = seq

@@ -65,3 +65,4 @@ class Preemption:
         self._waiting.append(seq)
         self._waiting.release_children(seq.request_id)
         self.preempted.append(seq.request_id)
+        self._placement.counts["preemptions"] += 1

@@ -46,6 +46,7 @@ class Request:
         bad_words: tuple[tuple[int, ...], ...] = (),
         followed: bool = False,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         """Build the request's sequences.
 
@@ -60,6 +61,7 @@ class Request:
             eos_token_ids: the model's.
             bad_words: token ids of the words that must not be generated.
             priority: smaller is more urgent.
+            cache_salt: only requests of the same salt share cached prefixes.
             followed: whoever made it hands out its outputs, so the engine's `step` does not.
         """
         self.request_id = request_id
@@ -87,6 +89,7 @@ class Request:
                 min_tokens=params.min_tokens,
                 stop_token_ids=stop_ids,
                 priority=priority,
+                cache_salt=cache_salt,
                 max_lag=0 if params.logits_processors else 1,
                 parent_id=None if index == 0 else self.completions[0].sequence.request_id,
                 prompt_logits=index == 0 and params.prompt_logprobs is not None,

@@ -281,6 +281,19 @@ class ModelRunner:
             self._compute_logprobs(logits, targets[rows], found, first)
         return found
 
+    def why_lost(self) -> str | None:
+        """Return why the device can run no more steps; None: it can.
+
+        Most steps that fail do so alone. But after a CUDA error such as an illegal address every
+        call of the process fails, until it ends.
+        """
+        if self._worker is None:
+            try:
+                torch.cuda.synchronize(self._device)
+            except RuntimeError as error:
+                return " ".join(str(error).split())
+        return None
+
     def close(self) -> None:
         """Wait for the steps in flight, end the worker thread and let go of model and KV pool."""
         if self._worker is not None:

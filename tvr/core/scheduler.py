@@ -6,7 +6,7 @@ results: `schedule` for step n + 1 while step n is on the device.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence as Seq
 from operator import attrgetter
 
@@ -47,6 +47,11 @@ class Scheduler:
         max_lag: steps that may be scheduled ahead of `update`: 0 or 1.
         max_bypass: how often a waiting sequence may be passed over while it is first in line.
         policy: None: first come, first served.
+        counts: what to count in; None: a new one.
+
+    Attributes:
+        counts: so far: "preemptions", and of new sequences, if prefixes are cached,
+            "queried_tokens" of their prompts and "cached_tokens" among them.
 
     Raises:
         ConfigError: an argument out of its range.
@@ -64,6 +69,7 @@ class Scheduler:
         max_lag: int = 1,
         max_bypass: int = 16,
         policy: SchedulingPolicy | None = None,
+        counts: Counter[str] | None = None,
     ) -> None:
         for name, value, least in (
             ("max_num_seqs", max_num_seqs, 1),
@@ -88,7 +94,8 @@ class Scheduler:
         self.max_lag = max_lag
         self._live: dict[str, Sequence] = {}
         self._waiting = WaitingQueue(max_bypass)
-        self._placement = Placement(self.block_manager, max_num_seqs)
+        self.counts: Counter[str] = Counter() if counts is None else counts
+        self._placement = Placement(self.block_manager, max_num_seqs, self.counts)
         self._guard = PolicyGuard(
             FirstComeFirstServed() if policy is None else policy,
             self._waiting,

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 #: Half the time of `Result(...)`, and needed once for every token there is.
 _new_result = partial(tuple.__new__, Result)
 
-_NO_TOKEN = "the logits hold NaN or allow no token"
+#: The error of a sequence for which no token could be chosen.
+NO_TOKEN = "the logits hold NaN or allow no token"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +110,7 @@ def results_of(
     if min(tokens, default=0) < 0:
         for i, (request_id, epoch, token, _, _) in enumerate(results):
             if token is not None and token < 0:
-                error = (errors or {}).get(request_id, _NO_TOKEN)
+                error = (errors or {}).get(request_id, NO_TOKEN)
                 results[i] = Result(request_id, epoch, None, error)
     return results
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import tokenizers
 
 from tvr.core.chat import ChatTemplate, check_messages
-from tvr.core.control_tokens import ControlTokens
+from tvr.core.control_tokens import ControlTokens, encode_beside
 from tvr.core.detokenizer import Decoding, IncrementalDetokenizer
 from tvr.core.tokenizer_files import TokenizerFiles
 from tvr.errors import CheckpointError, RequestError
@@ -81,6 +82,19 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` can be used."""
         return "default" in self._chat.sources
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text of n tokens has at most n times as many."""
+        return max(map(len, self._backend.get_vocab()), default=1)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return a token's own bytes, which may be a part of a character; b"" past the vocabulary.
+
+        Raises:
+            RequestError: a negative id.
+        """
+        return self.decoding.token_bytes(token_id)
 
     def special_token_id(self, text: str) -> int | None:
         """Return the id of the special token that reads `text`; None: there is none."""
@@ -165,8 +179,7 @@ class Tokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         _check_unicode(text)
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return encode_beside(self._backend, text, add_special_tokens=add_special_tokens)
 
 
 def _mark_special(backend: tokenizers.Tokenizer, texts: list[str]) -> None:
