@@ -72,6 +72,8 @@ def allowed(importer: str, name: str) -> bool:
         runs_models = importer.startswith(("tvr.bench.engine_", "tvr.bench.gate_model"))
         engine = runs_models and under(name, "tvr.core")
         return under(name, *shared) or engine or name == "tvr.__version__"
+    if under(importer, "tvr.serve"):
+        return under(name, *CONTRACT, "tvr.serve", "tvr.core") or name == "tvr.__version__"
     assert under(importer, "tvr.core"), importer
     return under(name, *CONTRACT, "tvr.core") or name == "tvr.__version__"
 

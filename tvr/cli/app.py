@@ -18,6 +18,7 @@ from tvr.cli.exits import EXIT_ERROR, EXIT_INTERRUPTED
 from tvr.cli.models import models
 from tvr.cli.profile import profile
 from tvr.cli.run import run
+from tvr.cli.serve import serve
 from tvr.errors import TvrError
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command(short_help="Continue a text or answer a question.")(run)
 app.command(short_help="Talk with a model that remembers the conversation.")(chat)
+app.command(short_help="Serve a model as OpenAI's API does.")(serve)
 app.command(short_help="List the models on this machine.")(models)
 app.command(short_help="List the backends, and who serves which op.")(backends)
 app.add_typer(backend_new.app, name="backend", short_help="Write a backend of your own.")

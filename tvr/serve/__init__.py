@@ -1,0 +1,1 @@
+"""`tvr serve`: an OpenAI-compatible server around one engine. Needs the extra `serve`."""

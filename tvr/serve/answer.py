@@ -1,0 +1,157 @@
+"""Sending answers, whole or as server-sent events, for as long as a client is there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tvr.core.step_result import NO_TOKEN
+from tvr.serve.deltas import Delivery, Delta
+from tvr.serve.errors import ApiError, bad_request, json_response
+from tvr.serve.job import Job
+from tvr.serve.requests import StreamOptions
+from tvr.serve.shapes import Shape
+from tvr.serve.usage import Usage
+
+_T = TypeVar("_T")
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the events
+]
+
+
+class ClientLeft(Exception):
+    """Nobody is there to be answered any more."""
+
+
+async def while_there(receive: Receive, work: Awaitable[_T]) -> _T:
+    """Return what `work` returns, unless the client leaves first, which cancels it.
+
+    Args:
+        receive: of a request whose body has been read.
+
+    Raises:
+        ClientLeft: it has left.
+    """
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_leave(receive))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientLeft
+        return task.result()
+    finally:
+        task.cancel()
+        leaving.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _leave(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def whole(job: Job, shape: Shape) -> Response:
+    """Return the complete answers.
+
+    Raises:
+        ApiError: one of them failed.
+    """
+    usage = Usage()
+    choices: list[dict[str, Any]] = []
+    while not job.is_over:
+        for delivery in await job.take():
+            _check(delivery)
+            usage.add(delivery)
+            choices += shape.whole(delivery)
+    choices.sort(key=lambda choice: choice["index"])
+    return json_response({**shape.whole_head, "choices": choices, "usage": usage.of(job)})
+
+
+class EventStream(Response):
+    """The answers as they come, an event for each step of each of them.
+
+    An error becomes an event with an error object, and ends the stream without `[DONE]`.
+
+    Args:
+        job: its client's request, which is with the engine already; closed at the end.
+        shape: what events look like.
+        options: what there is besides answers.
+    """
+
+    def __init__(self, job: Job, shape: Shape, options: StreamOptions) -> None:
+        super().__init__()
+        self._job = job
+        self._shape = shape
+        self._options = options
+        self._usage = Usage()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything, and close the job whatever happens."""
+        try:
+            await send(
+                {"type": "http.response.start", "status": HTTPStatus.OK, "headers": _HEADERS}
+            )
+            await while_there(receive, self._send_all(send))
+        except ClientLeft:
+            pass  # the job ends with its client
+        finally:
+            self._job.close()
+
+    async def _send_all(self, send: Send) -> None:
+        last = _DONE
+        try:
+            while not self._job.is_over:
+                events = b"".join(map(self._events, await self._job.take()))
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+            if self._options.include_usage:
+                usage = self._usage.of(self._job)
+                last = _event({**self._shape.piece_head, "choices": [], "usage": usage}) + _DONE
+        except ApiError as error:
+            last = _event(error.body)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _events(self, delivery: Delivery) -> bytes:
+        _check(delivery)
+        self._usage.add(delivery)
+        head = self._shape.piece_head
+        if self._options.include_usage:
+            each = self._options.continuous_usage_stats
+            head = {**head, "usage": self._usage.of(self._job) if each else None}
+        return b"".join(
+            _event({**head, "choices": [choice]}) for choice in self._shape.pieces(delivery)
+        )
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: %b\n\n" % _encode(content).encode()
+
+
+def _check(delivery: Delivery) -> None:
+    for delta in delivery.deltas:
+        if delta.finish_reason == "error":
+            raise _error_of(delta, delivery.job)
+        if delta.finish_reason == "abort":
+            raise ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE, "the answer was cut off: the engine was closed"
+            )
+
+
+def _error_of(delta: Delta, job: Job) -> ApiError:
+    if delta.error == NO_TOKEN and job.may_forbid:
+        return bad_request(
+            "no token is left to choose: all are forbidden by allowed_token_ids, bad_words or "
+            "min_tokens together; allow some",
+            code="no_token",
+        )
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, delta.error or "", code="engine_error")

@@ -1,0 +1,112 @@
+"""What a step added to an answer, as plain values that other threads may read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from tvr.core.outputs import Logprob, RequestOutput
+
+if TYPE_CHECKING:
+    from tvr.serve.job import Job
+
+
+class Delta(NamedTuple):
+    """What one answer has grown by.
+
+    Attributes:
+        answer: which one, counted over all prompts of the client's request.
+        text: new text.
+        token_ids: new tokens.
+        logprobs: one for each of them, if asked for.
+        finish_reason, stop_reason, error: see `CompletionOutput`.
+    """
+
+    answer: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    error: str | None
+
+
+class Delivery(NamedTuple):
+    """What a step brought for one prompt of a client's request.
+
+    Attributes:
+        job: the client's request.
+        prompt: which of its prompts.
+        output: the prompt's output. What is settled before the first token may be read: the
+            prompt, its log-probabilities, its hits of the prefix cache.
+        deltas: of its answers that have grown or ended.
+        finished: all its answers have ended.
+    """
+
+    job: Job
+    prompt: int
+    output: RequestOutput
+    deltas: list[Delta]
+    finished: bool
+
+
+@dataclass(slots=True)
+class Progress:
+    """How much of one answer has been handed over.
+
+    Attributes:
+        seen: tokens counted.
+        seen_at: when the last of them came, in seconds of `time.monotonic()`.
+        num_chars, num_tokens: handed over.
+        ended: its end has been handed over.
+    """
+
+    seen: int = 0
+    seen_at: float = 0.0
+    num_chars: int = 0
+    num_tokens: int = 0
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class Follower:
+    """Who waits for the output of one request to the engine. Belongs to the engine's thread.
+
+    Attributes:
+        job: the client's request.
+        prompt: which of its prompts.
+        answers: one for each of the prompt's answers.
+    """
+
+    job: Job
+    prompt: int
+    answers: list[Progress] = field(default_factory=list)
+
+    def delivery(self, output: RequestOutput) -> Delivery | None:
+        """Return what is to be handed over now; who does not stream gets everything at the end."""
+        if not (self.job.streams or output.finished):
+            return None
+        deltas = []
+        first = self.prompt * len(self.answers)
+        for out, done in zip(output.outputs, self.answers, strict=True):
+            if done.ended or (len(out.token_ids) == done.num_tokens and not out.finished):
+                continue
+            tokens = out.token_ids[done.num_tokens :]
+            logprobs = None if out.logprobs is None else out.logprobs[done.num_tokens :]
+            deltas.append(
+                Delta(
+                    first + out.index,
+                    out.text[done.num_chars :],
+                    tokens,
+                    logprobs,
+                    out.finish_reason,
+                    out.stop_reason,
+                    out.error,
+                )
+            )
+            done.num_tokens += len(tokens)
+            done.num_chars = len(out.text)
+            done.ended = out.finished
+        if not deltas:
+            return None
+        return Delivery(self.job, self.prompt, output, deltas, output.finished)

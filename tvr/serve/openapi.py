@@ -1,0 +1,105 @@
+"""The server's own description: its OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from tvr.serve import requests, responses
+
+_REQUESTS: tuple[type[BaseModel], ...] = (
+    requests.CompletionRequest,
+    requests.ChatRequest,
+    requests.TokenizeRequest,
+    requests.DetokenizeRequest,
+)
+_RESPONSES: tuple[type[BaseModel], ...] = (
+    responses.Completion,
+    responses.ChatCompletion,
+    responses.Tokenized,
+    responses.Detokenized,
+    responses.Model,
+    responses.ModelList,
+    responses.Health,
+    responses.ErrorBody,
+)
+_REF = "#/components/schemas/{model}"
+
+
+def json_body(model: str) -> dict[str, Any]:
+    """Return what a route says of its body, an object of a request model's name."""
+    schema = {"$ref": _REF.format(model=model)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def answers(
+    model: str | None,
+    *,
+    body: bool = True,
+    streams: bool = False,
+    generates: bool = False,
+    missing: bool = False,
+    dead: bool = False,
+) -> dict[int | str, dict[str, Any]]:
+    """Return what a route answers, by status.
+
+    Args:
+        model: name of a response model; None: plain text.
+        body: it takes a body, which may be refused.
+        streams: it may answer by a stream of events.
+        generates: it needs the engine and a place in its queue.
+        missing: what it is asked for may not be there.
+        dead: it says so if the engine has ended.
+    """
+    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    if model is not None:
+        content = {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    found: dict[int | str, dict[str, Any]] = {200: {"description": "Answer", "content": content}}
+    statuses = {401: "No key, or a wrong one"}
+    if body:
+        statuses |= {
+            400: "Not acceptable; the message says why",
+            404: "No such model",
+            408: "The body came too slowly",
+            413: "The body is too long",
+            415: "The body is not application/json",
+            429: "The queue is full",
+        }
+    if missing:
+        statuses[404] = "No such model"
+    if generates:
+        statuses[500] = "A step of the engine failed"
+    if generates or dead:
+        statuses[503] = "The engine has ended"
+    schema = {"$ref": _REF.format(model="ErrorBody")}
+    for status, description in statuses.items():
+        content = {"application/json": {"schema": schema}}
+        found[status] = {"description": description, "content": content}
+    return found
+
+
+def openapi_of(app: FastAPI) -> dict[str, Any]:
+    """Return the document; made once."""
+    if app.openapi_schema is None:
+        document = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
+        _, taken = models_json_schema(
+            [(model, "validation") for model in _REQUESTS], ref_template=_REF
+        )
+        _, given = models_json_schema(
+            [(model, "serialization") for model in _RESPONSES], ref_template=_REF
+        )
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas |= taken["$defs"] | given["$defs"]
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+        document["paths"]["/health"]["get"]["security"] = []
+        app.openapi_schema = document
+    return app.openapi_schema

@@ -1,0 +1,175 @@
+"""The process around a service: its socket, its signals and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Generator, Iterator
+from http import HTTPStatus
+from types import FrameType
+
+import uvicorn
+
+from tvr.errors import ConfigError, KernelError
+from tvr.serve.app import create_app
+from tvr.serve.errors import ApiError
+from tvr.serve.gate import Gate
+from tvr.serve.service import Service
+
+#: Seconds between the end of the time to drain, or a fault, and the end of connections: clients
+#: are told in them.
+_FAREWELL_S = 2
+
+#: Seconds that the engine's thread may take for its last step.
+_LAST_STEP_S = 30.0
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class Server:
+    """Serves until it is asked to stop.
+
+    Args:
+        service: what it serves.
+        sock: bound, not listening yet.
+
+    Attributes:
+        interrupted: it was Ctrl-C that asked it to stop.
+    """
+
+    def __init__(self, service: Service, sock: socket.socket) -> None:
+        self.service = service
+        self.interrupted = False
+        self._sock = sock
+        self._loop: asyncio.AbstractEventLoop | None = None
+        drain_s = service.settings.drain_s
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                Gate(create_app(service), service.settings.api_keys),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(drain_s) + _FAREWELL_S,
+            )
+        )
+
+    def run(self, on_ready: Callable[[], None] = lambda: None) -> None:
+        """Serve; in the main thread, signals ask to stop.
+
+        Args:
+            on_ready: called once clients may connect.
+
+        Raises:
+            KernelError: the engine failed for good.
+        """
+        asyncio.run(self._serve(on_ready))
+
+    def stop(self) -> None:
+        """Take no more requests and end when those there are have ended, or their time is over.
+
+        A second call ends at once. May be called from any thread.
+        """
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._begin_to_stop)
+
+    async def _serve(self, on_ready: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.service.on_fatal = self._end_by_fault
+        self.service.start()
+        ready = asyncio.create_task(self._tell(on_ready))
+        try:
+            with self._signals():
+                await self._uvicorn.serve(sockets=[self._sock])
+        finally:
+            ready.cancel()
+            self._loop = None
+            # Its thread may be in the middle of a step.
+            ended = await asyncio.to_thread(self.service.stop, _LAST_STEP_S)
+        if self.service.engine.fatal is not None:
+            raise KernelError(f"the engine has ended: {self.service.engine.fatal}")
+        if not ended:
+            raise KernelError(f"the engine did not end its step within {_LAST_STEP_S:g} s")
+
+    async def _tell(self, on_ready: Callable[[], None]) -> None:
+        while not self._uvicorn.started:
+            await asyncio.sleep(0.01)
+        on_ready()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {s: signal.signal(s, self._on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = number == signal.SIGINT
+        self.stop()
+
+    def _begin_to_stop(self) -> None:
+        if self._uvicorn.should_exit:
+            self._uvicorn.force_exit = True
+            return
+        self._uvicorn.should_exit = True
+        assert self._loop is not None, "only it calls this"
+        self._loop.call_later(self.service.settings.drain_s, self._end_by_time)
+
+    def _end_by_time(self) -> None:
+        drain_s = self.service.settings.drain_s
+        self.service.fail_all(
+            ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"the server is shutting down; the answer was not complete within {drain_s:g} s",
+                code="shutting_down",
+            )
+        )
+
+    def _end_by_fault(self) -> None:
+        self._uvicorn.config.timeout_graceful_shutdown = _FAREWELL_S
+        self._uvicorn.should_exit = True
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that has the address and does not listen yet: until then nobody connects.
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        sock = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ConfigError(f"--host {host} is no address: {error}") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except (OSError, OverflowError) as error:
+        sock.close()
+        raise ConfigError(
+            f"{host}:{port} cannot be served: {error}; choose another --port, or 0 for a free one"
+        ) from error
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """Return where a socket's server is found."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
