@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tvr.conformance import engine_checks_cache, engine_checks_tokens, graphs
-from tvr.conformance.engine_graph import CapturedDecode
-from tvr.conformance.engine_model import op_table
+from tvr.conformance import engine_checks_cache, engine_checks_graph, engine_checks_tokens
 from tvr.conformance.engine_run import PagedRun, in_chunks, token_by_token
 from tvr.conformance.engine_trial import Trial
 from tvr.conformance.ledger import Check
-from tvr.conformance.model_spec import ENGINE, bound_specs, model_spec
+from tvr.conformance.model_spec import ENGINE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -75,48 +73,11 @@ def check_mixed_step_equals_each_alone(backend: Subject, case: Case) -> None:
             trial.judge(what, texts[name], found, len(texts[name].ids))
 
 
-def check_graph_replay_equals_eager(backend: Subject, case: Case) -> None:
-    """A decode step captured as a graph is as right on other batches as it is run eagerly."""
-    trial = Trial(backend, case)
-    b = trial.block_size
-    cached = {"one": 1, "edge": b - 1, "long": 2 * b}
-    texts = {name: trial.text(n + 3) for name, n in cached.items()}
-    eager, replayed = PagedRun(trial.model), PagedRun(trial.model, block_seed=1)
-    for run in (eager, replayed):
-        for name, n in cached.items():
-            run.step(prefill={name: texts[name].ids[:n]})
-    captured = CapturedDecode(replayed, num_rows=4)
-    done = dict(cached)
-    for names in (["long"], ["edge", "one", "long"], ["one"], ["edge", "long"], ["one", "edge"]):
-        tokens = {name: texts[name].ids[done[name]] for name in names}
-        steps = {"eager": eager.step(decode=tokens), "replayed": captured.step(tokens)}
-        for name in names:
-            done[name] += 1
-            for how, found in steps.items():
-                trial.judge(f"token {done[name] - 1} {how}", texts[name], found[name], done[name])
-
-
-def needs_capturable_ops(backend: Subject, case: Case) -> list[str]:
-    """Return which ops of a decode step may not be captured, of whichever backend they are."""
-    if reasons := graphs.why_not(backend):
-        return reasons
-    table = op_table(backend)
-    for spec in bound_specs(model_spec(case)):
-        if spec.op not in ("attention_prefill", "argmax", "top_logprobs"):  # not in the graph
-            table.bind(spec)
-    lacking = table.lacking("cuda_graph")
-    return [
-        f"{op} of backend {name!r} is not declared cuda_graph"
-        for op, names in lacking.items()
-        for name in names
-    ]
-
-
 CHECKS = (
     Check(run=check_decode_equals_longer_prefill, ops=ENGINE),
     Check(run=check_chunked_prompt_equals_one_shot, ops=ENGINE),
     Check(run=check_mixed_step_equals_each_alone, ops=ENGINE),
-    Check(run=check_graph_replay_equals_eager, ops=ENGINE, needs=needs_capturable_ops),
+    *engine_checks_graph.CHECKS,
     *engine_checks_cache.CHECKS,
     *engine_checks_tokens.CHECKS,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,14 +12,13 @@ from tvr.conformance.engine_serve import greedy_tokens
 from tvr.conformance.engine_trial import Trial
 from tvr.conformance.judge import same_bits, small_frobenius
 from tvr.conformance.ledger import Check, CheckFailed
-from tvr.conformance.model_spec import ENGINE
+from tvr.conformance.model_spec import ENGINE, batch_invariant
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tvr.conformance.case import Case
     from tvr.conformance.subject import Subject
-    from tvr.contract import OpSpec
 
 
 def check_greedy_tokens_match_reference(backend: Subject, case: Case) -> None:
@@ -107,12 +105,8 @@ def _in_half_precision(case: Case) -> bool:
     return not _in_fp32(case)
 
 
-def _batch_invariant_spec(case: Case) -> OpSpec:
-    return replace(case.spec, batch_invariant=True)
-
-
 CHECKS = (
     Check(run=check_greedy_tokens_match_reference, ops=ENGINE, applies=_in_fp32),
     Check(run=check_half_precision_errs_like_reference, ops=ENGINE, applies=_in_half_precision),
-    Check(run=check_batch_invariant_model_keeps_its_bits, ops=ENGINE, also=_batch_invariant_spec),
+    Check(run=check_batch_invariant_model_keeps_its_bits, ops=ENGINE, also=batch_invariant),
 )

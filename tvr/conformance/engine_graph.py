@@ -1,4 +1,4 @@
-"""A decode step of a tiny model, captured in a CUDA graph once and replayed for other batches."""
+"""Steps of a tiny model, captured in CUDA graphs once and replayed for other batches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from tvr.conformance.engine_model import BOUNDS
 from tvr.conformance.engine_run import PagedRun
 from tvr.contract import StepMeta
 from tvr.core.batch import ForwardBatch
+from tvr.core.chunk_graphs import ChunkGraphs, padded
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from tvr.conformance.engine_model import TinyModel
 
 
 class CapturedDecode:
@@ -87,3 +90,25 @@ class CapturedDecode:
 
     def _launch(self) -> None:
         self._logits.copy_(self._run.forward(self._batch))
+
+
+class ReplayedChunks(PagedRun):
+    """A run whose steps with chunks are launched by the graphs that core has for such steps."""
+
+    def __init__(self, model: TinyModel) -> None:
+        super().__init__(model)
+        with model.on_device():
+            model.llama.reserve(padded(BOUNDS).max_num_tokens)
+            self._graphs = ChunkGraphs(
+                model.llama,
+                model.ops,
+                self.pool,
+                bounds=BOUNDS,
+                max_blocks=BOUNDS.max_seq_len // model.spec.block_size,
+            )
+            for job in self._graphs.jobs():
+                job.capture(lambda fn: graphs.capture(fn, model.device, model.ops.stream))
+
+    def launch(self, batch: ForwardBatch) -> Tensor:
+        assert self._graphs.holds(batch), "the steps of a check have chunks and are small"
+        return self.model.llama.compute_logits(self._graphs.forward(batch))

@@ -48,6 +48,7 @@ class PagedRun:
 
     Attributes:
         model: as given.
+        pool: the K and V of all layers.
     """
 
     def __init__(
@@ -55,10 +56,10 @@ class PagedRun:
     ) -> None:
         self.model, self._block_size = model, model.spec.block_size
         with model.on_device():
-            self._pool = KVCache.allocate(
+            self.pool = KVCache.allocate(
                 model.config, NUM_BLOCKS, self._block_size, model.spec.dtype, model.device
             )
-            for caches in self._pool.layers:
+            for caches in self.pool.layers:
                 for cache in caches:
                     cache.fill_(unused)
         g = torch.Generator().manual_seed(block_seed)
@@ -82,8 +83,7 @@ class PagedRun:
         chunks = [self.grow(name, tokens) for name, tokens in [*decodes.items(), *prefills.items()]]
         with self.model.on_device():
             batch = self._batch(chunks, len(decodes))
-            self.model.ops.plan(batch)
-            logits = self.forward(batch).cpu()
+            logits = self.launch(batch).cpu()
         parts = torch.split(logits, [len(chunk.tokens) for chunk in chunks])
         return dict(zip([*decodes, *prefills], parts, strict=True))
 
@@ -95,9 +95,14 @@ class PagedRun:
             blocks.append(self._free.pop())
         return Chunk(tokens, start, blocks)
 
+    def launch(self, batch: ForwardBatch) -> Tensor:
+        """Plan and launch a step, and return the logits of its rows, on the device."""
+        self.model.ops.plan(batch)
+        return self.forward(batch)
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Launch a planned step and return the logits of its rows, on the device."""
-        return self.model.llama.compute_logits(self.model.llama.forward(batch, self._pool))
+        return self.model.llama.compute_logits(self.model.llama.forward(batch, self.pool))
 
     def forget(self, name: str) -> None:
         """Give a sequence's blocks back; they are the next to be handed out, in the same order."""
@@ -115,7 +120,7 @@ class PagedRun:
         token = torch.arange(self._lens[name])
         block = torch.tensor(self._blocks[name])[token // self._block_size]
         with self.model.on_device():
-            k, v = (cache.cpu() for cache in self._pool.layers[layer])
+            k, v = (cache.cpu() for cache in self.pool.layers[layer])
         offset = token % self._block_size
         return k[block, :, offset], v[block, :, offset]
 

@@ -58,6 +58,11 @@ def model_spec(case: Case) -> ModelSpec:
     return case.spec
 
 
+def batch_invariant(case: Case) -> ModelSpec:
+    """Return the spec of the case's model, asked to be batch-invariant."""
+    return replace(model_spec(case), batch_invariant=True)
+
+
 def bound_specs(spec: ModelSpec) -> list[OpSpec]:
     """Return every spec that an engine binds for this model."""
     own: dict[str, Any] = {"dtype": spec.dtype, "batch_invariant": spec.batch_invariant}
