@@ -2,51 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tvr.core.outputs import Logprob
 
-#: Half the time of `Logprob(...)`, and needed for some tokens of every token there is.
-_new_logprob = partial(tuple.__new__, Logprob)
+
+class LogprobRows(NamedTuple):
+    """Those of r positions, on the host.
+
+    Attributes:
+        ids: [r, 1 + k] int64, the token that is there, then the likeliest tokens, best first.
+        values: [r, 1 + k] fp32, their log-probabilities.
+        ranks: [r] int64, of the first of them among all tokens, from 1.
+    """
+
+    ids: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+    ranks: npt.NDArray[np.int64]
+
+    def of(self, num_tops: Iterable[int]) -> list[RawLogprobs]:
+        """Return each row, with as many of the likeliest as were asked for."""
+        own = self.values[:, 0].tolist()
+        return list(map(RawLogprobs, own, repeat(self), range(len(own)), num_tops))
 
 
 class RawLogprobs(NamedTuple):
-    """One position's, on the host.
+    """One position's, still to be named.
 
     Attributes:
-        ids: the token that is there, then the likeliest tokens, best first.
-        values: their log-probabilities.
-        rank: of the first of them among all tokens, from 1.
+        value: the log-probability of the token that is there.
+        rows: where they are, and `row` which one.
+        num_top: how many of the likeliest tokens were asked for.
     """
 
-    ids: list[int]
-    values: list[float]
-    rank: int
-
-    def cut(self, num_top: int) -> RawLogprobs:
-        """Return as many of the likeliest as were asked for."""
-        width = num_top + 1
-        if width >= len(self.ids):
-            return self
-        return RawLogprobs(self.ids[:width], self.values[:width], self.rank)
+    value: float
+    rows: LogprobRows
+    row: int
+    num_top: int
 
     def named(self, texts: Mapping[int, str] | None) -> dict[int, Logprob]:
         """Return them by token id, the token that is there first; `texts` are those of tokens."""
-        ids, values, rank = self
+        _, rows, row, num_top = self
+        ids = rows.ids[row, : 1 + num_top].tolist()
+        values = rows.values[row, : 1 + num_top].tolist()
+        ranks = (int(rows.ranks[row]), *range(1, len(ids)))
+        decoded = [None] * len(ids) if texts is None else map(texts.__getitem__, ids)
         # If the token that is there comes again it has the same value and rank.
-        ranks = (rank, *range(1, len(ids)))
-        decoded: Iterable[str | None] = repeat(None)
-        if texts is not None:
-            decoded = map(texts.__getitem__, ids)
-        rows = zip(values, ranks, decoded, strict=False)  # of which the last may be endless
-        return dict(zip(ids, map(_new_logprob, rows), strict=True))
+        return dict(zip(ids, map(Logprob, values, ranks, decoded), strict=True))
+
+
+class LogprobSeries:
+    """Those of an answer's tokens, which are named when they are read.
+
+    Args:
+        texts: of tokens; None: there is no tokenizer.
+    """
+
+    __slots__ = ("_given", "_named", "_texts")
+
+    def __init__(self, texts: Mapping[int, str] | None) -> None:
+        self._texts = texts
+        self._given: list[RawLogprobs] = []
+        self._named: list[dict[int, Logprob]] = []
+
+    def append(self, raw: RawLogprobs) -> None:
+        """Add those of one more token."""
+        self._given.append(raw)
+
+    def named(self) -> list[dict[int, Logprob]]:
+        """Return those of all tokens so far, by token id: one list, which grows."""
+        done = len(self._named)
+        new = [raw.named(self._texts) for raw in self._given[done:]]
+        # To places, so that two threads that come here at once add nothing twice.
+        self._named[done : done + len(new)] = new
+        return self._named
+
+    def __reduce__(self) -> tuple[type, tuple[object]]:
+        """A copy is a plain list: it does not grow, and has no use for a tokenizer's texts."""
+        return list, (self.named(),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +133,8 @@ class LogprobTensors:
         num_rows, width = self.ids.shape
         return self._within(on_host, num_rows, width - 1)
 
-    def rows(self) -> Sequence[RawLogprobs]:
-        """Return each row, of tensors that have arrived on the host."""
-        columns = (self.ids.tolist(), self.values.tolist(), self.ranks.tolist())
-        return list(map(RawLogprobs, *columns))
+    def on_host(self) -> LogprobRows:
+        """Return them, of tensors that have arrived on the host; what they are in is free then."""
+        num_rows, width = self.ids.shape
+        own = self._within(self._memory.clone(), num_rows, width - 1)
+        return LogprobRows(own.ids.numpy(), own.values.numpy(), own.ranks.numpy())

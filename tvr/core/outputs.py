@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, overload
 
 
 class Logprob(NamedTuple):
@@ -18,6 +18,37 @@ class Logprob(NamedTuple):
     logprob: float
     rank: int
     decoded_token: str | None
+
+
+Logprobs = list[dict[int, Logprob]]
+
+
+class LogprobSource(Protocol):
+    """Makes the log-probabilities of an answer so far: one list, which grows."""
+
+    def named(self) -> Logprobs: ...
+
+
+class _MadeWhenRead:
+    """The field `logprobs`: it may be given what makes the list, which then waits for a reader.
+
+    To make a dict for each token as it comes would take a host longer than all else.
+    """
+
+    @overload
+    def __get__(self, output: None, owner: object = None) -> None: ...
+
+    @overload
+    def __get__(self, output: CompletionOutput, owner: object = None) -> Logprobs | None: ...
+
+    def __get__(self, output: CompletionOutput | None, owner: object = None) -> Logprobs | None:
+        if output is None:
+            return None  # what the field is if nothing is given
+        given: Logprobs | LogprobSource | None = vars(output)["logprobs"]
+        return given if given is None or isinstance(given, list) else given.named()
+
+    def __set__(self, output: CompletionOutput, given: Logprobs | LogprobSource | None) -> None:
+        vars(output)["logprobs"] = given
 
 
 @dataclass(slots=True)
@@ -37,7 +68,7 @@ class RequestMetrics:
     finished_time: float | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class CompletionOutput:
     """One answer to a request. Grows in place while the request runs.
 
@@ -48,7 +79,7 @@ class CompletionOutput:
             length is the number of tokens used: re-encoding `text` may give another number.
         cumulative_logprob: sum of the tokens' log-probabilities, if `logprobs` were asked for.
         logprobs: for each token, if asked for, the log-probabilities by token id: of the token
-            itself, then of the likeliest ones.
+            itself, then of the likeliest ones. It is brought up to date when this is read.
         finish_reason: None while running, then "stop", "length", "abort" or "error".
         stop_reason: the stop string or stop token id that ended it; None for an EOS token.
         error: what went wrong, with finish_reason "error".
@@ -58,7 +89,7 @@ class CompletionOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: _MadeWhenRead = _MadeWhenRead()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 from tvr.core.detokenizer import IncrementalDetokenizer
-from tvr.core.logprobs import RawLogprobs
+from tvr.core.logprobs import LogprobSeries, RawLogprobs
 from tvr.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tvr.core.sampling_params import SamplingParams
 from tvr.core.schedule_output import SequenceUpdate
@@ -24,6 +24,7 @@ class Completion:
     output: CompletionOutput
     detokenizer: IncrementalDetokenizer | None
     stops: StopMatcher
+    logprobs: LogprobSeries | None = None
 
 
 class Request:
@@ -159,7 +160,7 @@ class Request:
             text, stopped = self._text_of(completion, token, by_token)
             out.append(token, text)
             if update.logprobs is not None:
-                self._add_logprobs(out, update.logprobs)
+                self._add_logprobs(completion, update.logprobs)
             if stopped is not None:
                 out.stop_reason = stopped
                 self._finish(completion, "stop")
@@ -182,13 +183,13 @@ class Request:
             return text, None  # too early for any stop
         return completion.stops.push(text)
 
-    def _add_logprobs(self, out: CompletionOutput, logprobs: object) -> None:
+    def _add_logprobs(self, completion: Completion, logprobs: object) -> None:
         assert isinstance(logprobs, RawLogprobs)
-        if out.logprobs is None:
-            out.logprobs, out.cumulative_logprob = [], 0.0
-        assert out.cumulative_logprob is not None
-        out.logprobs.append(logprobs.named(self._texts))
-        out.cumulative_logprob += logprobs.values[0]
+        out = completion.output
+        if completion.logprobs is None:
+            completion.logprobs = out.logprobs = LogprobSeries(self._texts)
+        completion.logprobs.append(logprobs)
+        out.cumulative_logprob = (out.cumulative_logprob or 0.0) + logprobs.value
 
     def _flush(self, completion: Completion) -> None:
         """Release what was held back: bytes that make no character, the beginning of a stop."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import compress, repeat
+from itertools import compress, islice, repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,13 +78,15 @@ class DeviceResult:
         logprobs: list[RawLogprobs | None] | None = None
         if self.logprobs is not None:
             logprobs = [None] * len(tokens)
-            for (place, num_top), row in zip(self.places, self.logprobs.rows(), strict=True):
+            rows = self.logprobs.on_host().of(num_top or 0 for _, num_top in self.places)
+            for (place, num_top), row in zip(self.places, rows, strict=True):
                 if num_top is not None:
-                    logprobs[place] = row.cut(num_top)
+                    logprobs[place] = row
         prompts = []
         if self.prompt_logprobs is not None:
-            left = iter(self.prompt_logprobs.rows())
-            prompts = [(p, [next(left).cut(p.num_top) for _ in p.targets]) for p in self.prompts]
+            num_tops = (p.num_top for p in self.prompts for _ in p.targets)
+            left = iter(self.prompt_logprobs.on_host().of(num_tops))
+            prompts = [(p, list(islice(left, len(p.targets)))) for p in self.prompts]
         return StepResult(tokens=tokens, logprobs=logprobs, errors=self.errors, prompts=prompts)
 
 
