@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
+from support.device_lengths import go_by_the_device, rerun
 from support.fakes import CPU
 from support.fault import Fault, faulty
 from support.faults_engine import (
@@ -16,7 +17,7 @@ from support.faults_engine import (
     decodes_without_the_new_token,
     sums_in_any_order,
 )
-from tvr.backends.torch_ref import attention, plugin
+from tvr.backends.torch_ref import plugin
 from tvr.conformance import engine_model, graphs
 from tvr.conformance.engine_checks import CHECKS
 from tvr.conformance.engine_model import TinyModel, random_weights
@@ -70,30 +71,8 @@ def keeps(name, backend, seed=0):
 @pytest.fixture(autouse=True)
 def graphs_on_a_cpu(monkeypatch):
     """A graph that launches again what it has captured."""
-
-    def capture(fn, device, stream=None):
-        return SimpleNamespace(replay=fn)
-
-    monkeypatch.setattr(graphs, "capture", capture)
-    for name in ("bind_decode", "bind_prefill"):
-        monkeypatch.setattr(attention, name, by_the_lengths_on_the_device(getattr(attention, name)))
-
-
-def by_the_lengths_on_the_device(bind):
-    """As an op must that is captured: the host's lengths are bounds then."""
-
-    def bound(spec):
-        right = bind(spec)
-
-        def run(*args, **kwargs):
-            *tensors, step = args
-            lens = step.seq_lens.tolist()
-            step = replace(step, seq_lens_cpu=lens, max_seq_len=max(lens))
-            return right.run(*tensors, step, **kwargs)
-
-        return replace(right, run=run)
-
-    return bound
+    monkeypatch.setattr(graphs, "capture", rerun)
+    go_by_the_device(monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -15,8 +15,16 @@ from tvr.core.step_graphs import capture_steps
 
 
 @contextmanager
-def roomy(checkpoint, backend, *, more_plugins=(), **settings):
-    """Yield an engine with room for graphs, and none yet; `more_plugins` rank before `backend`."""
+def roomy(checkpoint, backend, *, first="graph_safe", more_plugins=(), **settings):
+    """Yield an engine with room for graphs, and none yet.
+
+    Args:
+        checkpoint: the model.
+        backend: returns a plugin.
+        first: name of the backend to put first.
+        more_plugins: rank before that one, if nobody is put first.
+        settings: of the engine.
+    """
     # A tape keeps every result of every graph: small steps, or it would be gigabytes.
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     settings = {**sizes, "dtype": "float32", "device": "cpu", **settings}
@@ -25,7 +33,7 @@ def roomy(checkpoint, backend, *, more_plugins=(), **settings):
         # As on a GPU: workspaces have room for padding.
         patch.setattr(OpTable, "allocate", lambda ops, bounds: allocate(ops, padded(bounds)))
         settings = {"plugins": [*more_plugins, backend()], **settings}
-        first = "auto" if more_plugins else "graph_safe"
+        first = "auto" if more_plugins else first
         with engine(checkpoint, backend=first, **settings) as llm:
             yield llm
 
