@@ -85,6 +85,28 @@ logits[:, 100:103] = normal(6, 3)
 out = agree(logits, (Asked(top_k=20), Asked(top_k=20, top_p=0.9), Asked(min_p=0.5, top_k=9)))
 assert ((out >= 100) & (out < 103)).all()
 """,
+    "all programs share the search for where the kept tokens end": """
+sample_choice.last_of_best = sample_choice.mass_until = None  # for where marks do not tell
+agree(normal(4, 600) / 2, (Asked(top_p=0.9), Asked(top_p=0.2)))
+agree(normal(4, 600) / 2, (Asked(top_k=30),))
+""",
+    "core samples flat logits": """
+from tvr.core.draw import Draw
+from tvr.core.sampler_state import Kind
+
+asked = [Asked(top_p=0.05), Asked(top_p=0.8), Asked(top_k=7), Asked(top_k=60, top_p=0.5)]
+for logits in (normal(8, 500) / 4, normal(8, 500).round() / 2):
+    g = torch.Generator().manual_seed(11)
+    call = sample_args(SampleSpec(dtype="float32", vocab_size=500), logits, g, tuple(asked))
+    bind(500, 8)(**as_run_takes_them(call))
+    rows = call["rows"]
+    draw = Draw(
+        logits.amax(dim=1, keepdim=True) - logits,
+        *(call[name][rows] for name in ("top_k", "top_p", "seeds")),
+        call["output_positions"],
+    )
+    assert torch.equal(call["out"], draw.take(Kind.WIDE, 500))
+""",
     "logits of any size": """
 agree(1e30 * normal(10, 300))
 agree(1e-30 * normal(10, 300))
@@ -95,8 +117,12 @@ agree(normal(10, 300) + 1e4)
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_reference_takes_the_same_token_where(way):
+    _run(COMMON + WAYS[way])
+
+
+def _run(code):
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", COMMON + WAYS[way]],
+        [sys.executable, "-W", "error", "-c", code],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -104,6 +130,39 @@ def test_the_reference_takes_the_same_token_where(way):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+DISTANCES = """
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from tvr.backends.triton.sample_rows import distance_upto, quotient, inverse_of
+
+@triton.jit
+def kernel(gaps, heats, distances, quotients, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    gap, heat = tl.load(gaps + at), tl.load(heats + at)
+    tl.store(distances + at, distance_upto(gap, heat))
+    tl.store(quotients + at, quotient(gap, inverse_of(heat)))
+
+SIZE = 1 << 16
+g = torch.Generator().manual_seed(5)
+heat = torch.exp(12 * torch.rand(SIZE, generator=g) - 6)
+gap = torch.exp(120 * torch.rand(SIZE, generator=g) - 110)
+heat[::3] = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.8, 1.5])[torch.arange(len(heat[::3])) % 6]
+gap[::5] = (torch.rand(len(gap[::5]), generator=g) * 64).bfloat16().float()
+gap[:2] = torch.tensor([0.0, 2.0**-149])
+found, quotients = torch.empty(SIZE), torch.empty(SIZE)
+kernel[(1,)](gap, heat, found, quotients, SIZE)
+assert torch.equal(quotients, gap / heat)
+assert ((found / heat) <= gap).all()
+assert (torch.nextafter(found, torch.full_like(found, torch.inf)) / heat > gap).all()
+"""
+
+
+def test_distances_up_to_a_gap_end_where_quotients_round_to_the_next():
+    _run(DISTANCES)
 
 
 def test_rows_are_cut_so_that_programs_come_in_full_waves():

@@ -1,8 +1,8 @@
-"""The next token of each row: four launches, whatever the rows ask for."""
+"""The next token of each row: the same launches whatever the rows ask for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -11,11 +11,15 @@ from torch import Tensor
 
 from tvr.backends.triton.configs import tuned
 from tvr.backends.triton.launch import Config, Gpu, Kernel
-from tvr.backends.triton.sample_choice import choice_kernel
+from tvr.backends.triton.sample_bracket import MARKS
+from tvr.backends.triton.sample_choice import choice_kernel, pick_kernel
 from tvr.backends.triton.sample_kernels import before_kernel, best_kernel, race_kernel
+from tvr.backends.triton.sample_search import narrow_kernel, redraw_kernel
 from tvr.contract import BoundOp, Bounds, SampleSpec, SamplingTables
 
 _WARPS_OF_AN_SM = 32  # where rows are shared: as many as their registers let in
+_ROUNDS = 2  # of marks: gaps at the end of the kept tokens are then known to 1 in 17 * 17
+_TILES_OF_CHUNK = 4  # of a row that is searched; few rows are, and all programs share them
 
 
 @dataclass(frozen=True)
@@ -25,24 +29,32 @@ class Room:
     Attributes:
         rows: most rows of a call.
         keys: partial results of a row, of the largest logit.
-        tiles: those of all else.
+        tiles: the most parts that a row is cut into.
+        chunks: parts of a row that is searched.
     """
 
     rows: int
     keys: int
     tiles: int
+    chunks: int
 
     @property
     def _arrays(self) -> dict[str, tuple[torch.dtype, int]]:
-        by_tile = {
-            "nearest": torch.float32,
-            "winners": torch.int32,
-            "masses": torch.float32,
-            "counts_before": torch.int32,
-            "masses_before": torch.float32,
+        """Each array's type and numbers of a row, those of 8 bytes first."""
+        of_marks = _ROUNDS * self.chunks * MARKS.value
+        return {
+            "partials": (torch.int64, self.keys),
+            "drawn_places": (torch.int64, 1),
+            "limits": (torch.int64, 1),
+            "winners": (torch.int32, self.tiles),
+            "masses": (torch.float32, self.tiles),
+            "counts_before": (torch.int32, self.tiles),
+            "masses_before": (torch.float32, self.tiles),
+            "counts_upto": (torch.int32, of_marks),
+            "masses_upto": (torch.float32, of_marks),
+            "searched": (torch.int32, 1),
+            "num_searched": (torch.int32, 1),  # the first row's is that of all
         }
-        tiles = {name: (dtype, self.tiles) for name, dtype in by_tile.items()}
-        return {"partials": (torch.int64, self.keys), **tiles}
 
     @property
     def num_bytes(self) -> int:
@@ -80,26 +92,35 @@ def bind_sample(spec: SampleSpec, gpu: Gpu) -> BoundOp:
     best_config = tuned(
         "sample_best", gpu.sm, Config(num_warps=4, blocks={"BLOCK": 2048}), dtype=spec.dtype
     )
-    tile_config = tuned("sample_race", gpu.sm, Config(num_warps=8, blocks={"BLOCK": 2048}))
+    tile_config = tuned("sample_race", gpu.sm, Config(num_warps=8, blocks={"BLOCK": 1024}))
     # A search goes through a row alone, so its programs are large.
     choice_config = tuned("sample_choice", gpu.sm, Config(num_warps=16, blocks={"WIDE": 2}))
     block = tile_config.blocks["BLOCK"]
     tiles = triton.cdiv(vocab, block)
+    chunks = triton.cdiv(tiles, _TILES_OF_CHUNK)
     best_tiles = triton.cdiv(vocab, best_config.blocks["BLOCK"])
-    sizes = {"KEYS": triton.next_power_of_2(best_tiles)}
-    by_tile = {**sizes, "TILES": triton.next_power_of_2(tiles)}
+    keys = {"KEYS": triton.next_power_of_2(best_tiles)}
+    by_tile = {**keys, "TILES": triton.next_power_of_2(tiles)}
+    by_chunk = {**by_tile, "CHUNKS": triton.next_power_of_2(chunks), "MARKS": MARKS}
+    after = {**by_chunk, "ROUNDS": _ROUNDS}
     # Products are rounded before they are added to, as in the reference.
-    best = Kernel(gpu, best_kernel, best_config, **sizes).unfused()
-    race = Kernel(gpu, race_kernel, tile_config, **sizes).unfused()
+    best = Kernel(gpu, best_kernel, best_config, **keys).unfused()
+    race = Kernel(gpu, race_kernel, tile_config, max_registers=64, **by_tile).unfused()
     before = Kernel(gpu, before_kernel, tile_config, **by_tile).unfused()
-    choice = Kernel(gpu, choice_kernel, choice_config, BLOCK=block, **by_tile).unfused()
+    pick = Kernel(gpu, pick_kernel, Config(num_warps=2), **by_tile).unfused()
+    narrow = [
+        Kernel(gpu, narrow_kernel, tile_config, ROUND=i, **by_chunk).unfused()
+        for i in range(_ROUNDS)
+    ]
+    redraw = Kernel(gpu, redraw_kernel, tile_config, max_registers=64, **after).unfused()
+    choice = Kernel(gpu, choice_kernel, choice_config, BLOCK=block, **after).unfused()
     rooms: dict[str, Tensor] = {}
 
     def programs(config: Config) -> int:
         """Return how many run at a time."""
         return gpu.num_sms * max(1, _WARPS_OF_AN_SM // config.num_warps)
 
-    room = Room(rows=0, keys=sizes["KEYS"], tiles=tiles)
+    row_room = Room(rows=1, keys=keys["KEYS"], tiles=tiles, chunks=chunks)
 
     def run(
         logits: Tensor,
@@ -116,43 +137,68 @@ def bind_sample(spec: SampleSpec, gpu: Gpu) -> BoundOp:
         parts, tiles_of_part = shared(n, tiles, programs(tile_config))
         penalties = (tables.repetition, tables.presence, tables.frequency, tables.counts)
         strides = (logits.stride(0), tables.counts.stride(0), vocab)
-        ranked = (tables.temperature, tables.max_gap, tables.top_k, tables.top_p, tables.seeds)
-        heat, most, _, top_p, seeds = ranked
-        partials, nearest, winners, masses = (
-            rooms[name] for name in ("partials", "nearest", "winners", "masses")
+        heat = (tables.temperature, tables.max_gap)
+        filters = (tables.top_k, tables.top_p)
+        drawing = (logits, rows, output_positions, *heat)
+        x = rooms
+        sums_before = (x["counts_before"], x["masses_before"])
+        to_search = (x["limits"], x["searched"], x["num_searched"])
+        sums_upto = (x["counts_upto"], x["masses_upto"])
+        in_chunks = (n * chunks * MARKS.value, chunks)
+        best(
+            (n, best_parts),
+            *(logits, rows, *penalties, x["partials"], x["num_searched"]),
+            *(*strides, best_tiles_of_part),
         )
-        sums_before = (rooms["counts_before"], rooms["masses_before"])
-        best((n, best_parts), logits, rows, *penalties, partials, *strides, best_tiles_of_part)
         race(
             (n, parts),
-            *(logits, rows, output_positions, heat, most, top_p, seeds, *penalties),
-            *(partials, nearest, winners, masses),
+            *(*drawing, tables.top_p, tables.seeds, *penalties),
+            *(x["partials"], x["winners"], x["masses"]),
             *(*strides, tiles, best_parts, tiles_of_part),
         )
         before(
             (n, parts),
-            *(logits, rows, output_positions, *ranked, *penalties),
-            *(partials, nearest, winners, *sums_before),
+            *(*drawing, *filters, tables.seeds, *penalties),
+            *(x["partials"], x["winners"], *sums_before),
             *(*strides, tiles, best_parts, tiles_of_part),
+        )
+        pick(
+            (n,),
+            *(*drawing, *filters, tables.seeds, *penalties),
+            *(x["partials"], x["winners"], x["masses"], *sums_before),
+            *(x["drawn_places"], *to_search),
+            *(*strides, tiles, best_parts, parts),
+        )
+        searchers = (min(n * chunks, programs(tile_config)),)
+        for round_of_marks in narrow:
+            round_of_marks(
+                searchers,
+                *(logits, rows, *heat, *filters, *penalties),
+                *(x["partials"], x["masses"], *to_search, *sums_upto),
+                *(*strides, tiles, best_parts, parts, *in_chunks, _TILES_OF_CHUNK),
+            )
+        redraw(
+            searchers,
+            *(*drawing, *filters, tables.seeds, *penalties),
+            *(x["partials"], x["winners"], x["masses"], *to_search, *sums_upto),
+            *(*strides, tiles, best_parts, parts, *in_chunks, _TILES_OF_CHUNK),
         )
         choice(
             (n,),
-            *(logits, rows, output_positions, *ranked, *penalties),
-            *(partials, nearest, winners, masses, *sums_before, last_token, out),
-            *(*strides, tiles, best_parts),
+            *(*drawing, *filters, tables.seeds, *penalties),
+            *(x["partials"], x["winners"], x["masses"], x["drawn_places"], x["limits"]),
+            *(*sums_upto, last_token, out),
+            *(*strides, tiles, best_parts, parts, *in_chunks),
         )
         return out
 
-    def room_for(bounds: Bounds) -> Room:
-        return Room(rows=bounds.max_num_seqs, keys=room.keys, tiles=room.tiles)
-
     def workspace_bytes(bounds: Bounds) -> int:
-        """Return room for what the kernels find out about each tile of each row."""
-        return room_for(bounds).num_bytes
+        """Return room for what the kernels find out about each row."""
+        return replace(row_room, rows=bounds.max_num_seqs).num_bytes
 
     def attach(tensor: Tensor) -> None:
         """Take the workspace. Every run writes what it reads there."""
-        rows = len(tensor) // Room(rows=1, keys=room.keys, tiles=room.tiles).num_bytes
-        rooms.update(Room(rows=rows, keys=room.keys, tiles=room.tiles).arrays(tensor))
+        rows = len(tensor) // row_room.num_bytes
+        rooms.update(replace(row_room, rows=rows).arrays(tensor))
 
     return BoundOp(run=run, workspace_bytes=workspace_bytes, attach=attach)

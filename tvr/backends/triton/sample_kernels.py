@@ -1,50 +1,33 @@
 """The kernels of `sample` that share a row among programs.
 
 They run one after another: `best_kernel` finds the largest logits, `race_kernel` which token of
-each tile is drawn if none is filtered out, `before_kernel` what comes before the one drawn of all;
-then sample_choice.py takes the token or, where top_k or top_p rule it out, another.
+each part of a row is drawn if none is filtered out, `before_kernel` what comes before the one drawn
+of all; then sample_choice.py takes the token or, where top_k or top_p rule it out, another.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 import triton
 import triton.language as tl
 
-from tvr.backends.triton.argmax import id_of, key_of
+from tvr.backends.triton.argmax import key_of
 from tvr.backends.triton.device import let_next_start, wait_for_inputs
+from tvr.backends.triton.sample_race import INF, LAST, NO_KEY, drawn_of, winner_of
 from tvr.backends.triton.sample_rows import (
     adjusted_logits,
-    gap_at,
-    gaps_in,
-    gumbel_noise,
-    inverse_of,
+    distances_in,
+    exponent_of,
+    is_within,
     logit_in,
     penalties_of,
-    place_of,
-    race_times,
-    rough_gaps_in,
-    weights_of,
-    words_of_ids,
-    words_of_tile,
+    reach_of,
+    row_of,
 )
-
-NO_KEY = tl.constexpr(-(2**63))  # below any number's
-LAST = tl.constexpr(2**62)  # behind any place
-INF = tl.constexpr(float("inf"))
-
-# A gap beyond which no token is drawn, the noise being within 26 of any other's, nor of weight:
-# all of a vocabulary there have less than 1e-8 of the best token's.
-FAR = tl.constexpr(32.0)
 
 # fp32's error in the ratio of two times, and what exact scores lose where they are rounded, are
 # below 2^-15. Tokens that are no further apart are compared exactly.
 CLOSE = tl.constexpr(1.0 + 2.0**-13)
 
-# Added to a column of a tile, of which there are 4,096 at most: sums of 2 to 256 such are at least
-# twice this. Larger ones may wrap, but then their columns alone sum up to more than a tile has.
-_ONE = tl.constexpr(1 << 24)
-
-# Of a rough gap: at most the exact one.
-_LESS = tl.constexpr(1.0 - 2.0**-20)
+_ID_MASK = tl.constexpr(2**24 - 1)
 
 
 @triton.jit
@@ -55,18 +38,11 @@ def best_of(partials, parts, KEYS: tl.constexpr):
 
 
 @triton.jit
-def drawn_of(row, winners, seed, position, tiles, TILES: tl.constexpr):
-    """Return the place of the token with the largest score of winners [tiles] int32, -1 for none.
-
-    Scores are exact, and of equals the lowest id is taken.
-    """
+def winner_in(row, winners, parts, seed, position, TILES: tl.constexpr):
+    """Return the place of the token with the largest score of winners [parts] int32."""
     slot = tl.arange(0, TILES)
-    ids = tl.load(winners + slot, mask=slot < tiles, other=-1)
-    is_one = ids >= 0
-    gap = gaps_in(row, ids)
-    key = key_of(gumbel_noise(words_of_ids(seed, position, ids)) - gap, ids)
-    key = tl.where(is_one, key, NO_KEY)
-    return tl.min(tl.where(key == tl.max(key, axis=0), place_of(gap, ids), LAST), axis=0)
+    ids = tl.load(winners + slot, mask=slot < parts, other=-1)
+    return drawn_of(row, ids, LAST, seed, position)[1]
 
 
 @triton.jit
@@ -93,6 +69,7 @@ def best_kernel(
     frequency,
     counts,
     partials,
+    num_searched,
     logits_stride,
     counts_stride,
     vocab,
@@ -103,7 +80,8 @@ def best_kernel(
 ):
     """A program takes a part, `tiles_of_part` tiles of BLOCK logits, of a row of [R, vocab].
 
-    It writes the key of the largest adjusted logit to partials [R, KEYS] int64.
+    It writes the key of the largest adjusted logit to partials [R, KEYS] int64. One program clears
+    num_searched [1] int32, which rows are counted in later.
     """
     i = tl.cast(tl.program_id(0), tl.int64)
     part = tl.program_id(1)
@@ -111,6 +89,8 @@ def best_kernel(
     end = tl.minimum(begin + tiles_of_part * BLOCK, vocab)
     wait_for_inputs(PDL)
     let_next_start(PDL)
+    if (i == 0) & (part == 0):
+        tl.store(num_searched, 0)
     row = tl.load(rows + i)
     penalties = penalties_of(row, repetition, presence, frequency)
     repeat, _, present, frequent = penalties
@@ -125,7 +105,7 @@ def best_kernel(
     tl.store(partials + i * KEYS + part, key)
 
 
-@triton.jit(do_not_specialize=["parts", "tiles_of_part"])
+@triton.jit(do_not_specialize=["best_parts", "tiles_of_part"])
 def race_kernel(
     logits,
     rows,
@@ -139,68 +119,59 @@ def race_kernel(
     frequency,
     counts,
     partials,
-    nearest,
     winners,
     masses,
     logits_stride,
     counts_stride,
     vocab,
     tiles,
-    parts,
+    best_parts,
     tiles_of_part,
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
+    TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program takes some tiles of BLOCK tokens of a row that is not greedy.
+    """A program takes a part, some tiles of BLOCK tokens, of a row that is not greedy.
 
-    Of each it writes, to [R, tiles], the smallest gap, fp32; the token that would be drawn if the
-    tile were all, int32, -1 for none; and the sum of weights, fp32, where top_p asks for it.
+    It writes, to [R, tiles], the token that would be drawn if the part were all, int32, -1 for
+    none; and the sum of weights, fp32, where top_p asks for it.
     """
     i = tl.cast(tl.program_id(0), tl.int64)
-    first_tile = tl.program_id(1) * tiles_of_part
-    column = tl.arange(0, BLOCK)
+    part = tl.program_id(1)
+    first = part * tiles_of_part
+    num_tiles = tl.minimum(tiles_of_part, tiles - first)
     wait_for_inputs(PDL)
     let_next_start(PDL)
     row = tl.load(rows + i)
-    heat = tl.load(temperature + row)
-    if heat > 0:
-        best = logit_in(best_of(partials + i * KEYS, parts, KEYS))
+    if tl.load(temperature + row) > 0:
+        best = logit_in(best_of(partials + i * KEYS, best_parts, KEYS))
         if tl.abs(best) < INF:
+            penalties = (repetition, presence, frequency, counts)
+            strides = (logits_stride, counts_stride, vocab)
+            facts = row_of(i, row, best, logits, temperature, max_gap, *penalties, *strides)
             has_nucleus = tl.load(top_p + row) < 1.0
             seed = tl.load(seeds + row)
             position = tl.load(positions + i)
-            penalties = penalties_of(row, repetition, presence, frequency)
-            logits += i * logits_stride
-            counts += row * counts_stride
-            source = (logits, counts, vocab, best, penalties)
-            facts = (source, inverse_of(heat), tl.load(max_gap + row))
-            for tile in range(first_tile, tl.minimum(first_tile + tiles_of_part, tiles)):
-                first = tile * BLOCK
-                index = first + column
-                gap = rough_gaps_in(facts, index)
-                near = tl.min(gap, axis=0)
-                winner = -1
-                mass = 0.0
-                if near < FAR:
-                    words = words_of_tile(seed, position, first, BLOCK)
-                    earliest, latest = race_times(words, gap)
-                    ahead = earliest <= tl.min(latest, axis=0) * CLOSE
-                    # If it is one, its column, above what no other number of columns sums up to.
-                    found = tl.sum(tl.where(ahead, _ONE + column, 0), axis=0) - _ONE
-                    winner = first + found
-                    if (found < 0) | (found >= BLOCK):
-                        score = gumbel_noise(words) - gaps_in(facts, index)
-                        winner = id_of(tl.max(key_of(score, index), axis=0)).to(tl.int32)
-                    if has_nucleus:
-                        mass = tl.sum(weights_of(gap), axis=0)
-                place = i * tiles + tile
-                tl.store(nearest + place, near * _LESS)
-                tl.store(winners + place, winner)
-                tl.store(masses + place, mass)
+            drawn, mass = winner_of(
+                facts,
+                LAST,
+                seed,
+                position,
+                first,
+                num_tiles,
+                has_nucleus,
+                BLOCK,
+                TILES,
+                False,
+                CLOSE,
+            )
+            token = tl.where(drawn == LAST, -1, drawn & _ID_MASK)
+            tl.store(winners + i * tiles + part, token.to(tl.int32))
+            tl.store(masses + i * tiles + part, mass)
 
 
-@triton.jit(do_not_specialize=["parts", "tiles_of_part"])
+@triton.jit(do_not_specialize=["best_parts", "tiles_of_part"])
 def before_kernel(
     logits,
     rows,
@@ -215,7 +186,6 @@ def before_kernel(
     frequency,
     counts,
     partials,
-    nearest,
     winners,
     counts_before,
     masses_before,
@@ -223,45 +193,48 @@ def before_kernel(
     counts_stride,
     vocab,
     tiles,
-    parts,
+    best_parts,
     tiles_of_part,
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
     TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program takes some tiles of a row that has a top_k or a top_p.
+    """A program takes a part of a row that has a top_k or a top_p; parts are those of the race.
 
-    Of each it writes, to [R, tiles], how many tokens come before the one that was drawn, int32,
-    and their weights' sum, fp32.
+    It writes, to [R, tiles], how many tokens come before the one that was drawn, int32, and their
+    weights' sum, fp32.
     """
     i = tl.cast(tl.program_id(0), tl.int64)
-    first_tile = tl.program_id(1) * tiles_of_part
+    part = tl.program_id(1)
+    first = part * tiles_of_part
+    num_tiles = tl.minimum(tiles_of_part, tiles - first)
     column = tl.arange(0, BLOCK)
     wait_for_inputs(PDL)
     let_next_start(PDL)
     row = tl.load(rows + i)
-    heat = tl.load(temperature + row)
-    is_filtered = (tl.load(top_k + row) < vocab) | (tl.load(top_p + row) < 1.0)
-    if (heat > 0) & is_filtered:
-        best = logit_in(best_of(partials + i * KEYS, parts, KEYS))
+    has_k = tl.load(top_k + row) < vocab
+    if (tl.load(temperature + row) > 0) & (has_k | (tl.load(top_p + row) < 1.0)):
+        best = logit_in(best_of(partials + i * KEYS, best_parts, KEYS))
         if tl.abs(best) < INF:
-            penalties = penalties_of(row, repetition, presence, frequency)
+            penalties = (repetition, presence, frequency, counts)
+            strides = (logits_stride, counts_stride, vocab)
+            facts = row_of(i, row, best, logits, temperature, max_gap, *penalties, *strides)
+            source, heat, _ = facts
             seed = tl.load(seeds + row)
             position = tl.load(positions + i)
-            logits += i * logits_stride
-            counts += row * counts_stride
-            source = (logits, counts, vocab, best, penalties)
-            facts = (source, inverse_of(heat), tl.load(max_gap + row))
-            drawn = drawn_of(facts, winners + i * tiles, seed, position, tiles, TILES)
-            for tile in range(first_tile, tl.minimum(first_tile + tiles_of_part, tiles)):
-                count = 0
-                mass = 0.0
-                if tl.load(nearest + i * tiles + tile) <= gap_at(drawn):
-                    index = tile * BLOCK + column
-                    gap = gaps_in(facts, index)
-                    is_before = place_of(gap, index) < drawn
-                    count = tl.sum(is_before.to(tl.int32), axis=0)
-                    mass = tl.sum(tl.where(is_before, weights_of(gap), 0.0), axis=0)
-                tl.store(counts_before + i * tiles + tile, count)
-                tl.store(masses_before + i * tiles + tile, mass)
+            parts = tl.num_programs(1)
+            drawn = winner_in(facts, winners + i * tiles, parts, seed, position, TILES)
+            reach = reach_of(drawn - 1, heat)
+            factor = exponent_of(heat)
+            count = tl.zeros([BLOCK], tl.int32)
+            mass = tl.zeros([BLOCK], tl.float32)
+            for tile in range(first, first + num_tiles):
+                index = tile * BLOCK + column
+                distance = distances_in(source, index)
+                is_before = is_within(distance, index, reach)
+                mass += tl.where(is_before, tl.exp2(distance * -factor), 0.0)
+                if has_k:
+                    count += is_before.to(tl.int32)
+            tl.store(counts_before + i * tiles + part, tl.sum(count, axis=0))
+            tl.store(masses_before + i * tiles + part, tl.sum(mass, axis=0))

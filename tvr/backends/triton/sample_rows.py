@@ -1,4 +1,4 @@
-"""What the kernels of `sample` compute of a row's logits: penalties, gaps, random numbers."""
+"""What the kernels of `sample` compute of a row's logits: penalties, distances, gaps, places."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 import triton
@@ -6,9 +6,8 @@ import triton.language as tl
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ID_BITS = tl.constexpr(24)  # of a place: ids of the largest vocabularies take 18
+_ID_MASK = tl.constexpr(2**24 - 1)
 _LARGEST_INT32 = tl.constexpr(2**31 - 1)
-_UNIT = tl.constexpr(2.0**-32)
-_ALL_BITS = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
@@ -42,9 +41,10 @@ def adjusted_logits(logits, counts, index, inside, penalties):
         if repetition != 1.0:
             repeated = tl.where(x > 0, quotient(x, inverse), x * repetition)
             x = tl.where(seen != 0, repeated, x)
-        count = seen >> 1
-        x = x - frequency * count.to(tl.float32)
-        x = x - presence * tl.where(count > 0, 1.0, 0.0)
+        if frequency != 0.0:
+            x = x - frequency * (seen >> 1).to(tl.float32)
+        if presence != 0.0:
+            x = tl.where(seen > 1, x - presence, x)
     return x
 
 
@@ -67,29 +67,77 @@ def distances_in(source, index):
 
 
 @triton.jit
+def row_of(
+    i,
+    row,
+    best,
+    logits,
+    temperature,
+    max_gap,
+    repetition,
+    presence,
+    frequency,
+    counts,
+    logits_stride,
+    counts_stride,
+    vocab,
+):
+    """Return row `i` of the logits and `row` of the tables: a source, temperature, largest gap."""
+    penalties = penalties_of(row, repetition, presence, frequency)
+    source = (logits + i * logits_stride, counts + row * counts_stride, vocab, best, penalties)
+    return source, tl.load(temperature + row), tl.load(max_gap + row)
+
+
+@triton.jit
 def gaps_in(row, index):
     """Return the gaps of tokens `index`: distances over the temperature.
 
-    Infinity is for what min_p rules out, and outside the vocabulary. A row is a tuple of a source,
-    the inverse of the temperature, and the largest gap.
+    Infinity is for what min_p rules out, and outside the vocabulary.
     """
-    source, cool, max_gap = row
-    gap = quotient(distances_in(source, index), cool)
+    source, heat, max_gap = row
+    gap = quotient(distances_in(source, index), inverse_of(heat))
     return tl.where(gap > max_gap, float("inf"), gap)
 
 
 @triton.jit
-def rough_gaps_in(row, index):
-    """Return `gaps_in` but for rounding: off by 2^-22 of themselves at most."""
-    source, cool, max_gap = row
-    distance = distances_in(source, index)
-    if max_gap < float("inf"):
-        # Which gaps are just as large as they may be is a matter of rounding.
-        exact = quotient(distance, cool)
-        gap = tl.where(exact > max_gap, float("inf"), exact)
-    else:
-        gap = distance * cool.to(tl.float32)
-    return gap
+def distance_upto(gap, heat):
+    """Return the largest fp32 distance whose gap is no more than fp32 `gap`, not negative.
+
+    Distances are in the order of their gaps, so what is up to a gap can be told without dividing.
+    The quotient that rounds no more to this gap is halfway to the next one; 25 bits, whose product
+    with the temperature's 24 is exact in fp64. Halfway itself rounds to the even one of both.
+    """
+    bits = gap.to(tl.int32, bitcast=True)
+    above = (bits + 1).to(tl.float32, bitcast=True)
+    turn = (gap.to(tl.float64) + above.to(tl.float64)) * 0.5 * heat.to(tl.float64)
+    found = turn.to(tl.float32)
+    is_even = (bits & 1) == 0
+    fits = (found.to(tl.float64) < turn) | ((found.to(tl.float64) == turn) & is_even)
+    found = found.to(tl.int32, bitcast=True)
+    return tl.where(fits, found, found - 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def reach_of(place, heat):
+    """Return what is up to a place, -1 for nothing, as (upto, less, last) for `is_within`."""
+    gap = gap_at(tl.maximum(place, 0))
+    below = tl.maximum(gap.to(tl.int32, bitcast=True) - 1, 0).to(tl.float32, bitcast=True)
+    upto = tl.where(place >= 0, distance_upto(gap, heat), -1.0)
+    less = tl.where(gap > 0, distance_upto(below, heat), -1.0)
+    return upto, less, (place & _ID_MASK).to(tl.int32)
+
+
+@triton.jit
+def is_within(distance, index, reach):
+    """Tell which tokens `index` are up to the place of a reach, by their distances."""
+    upto, less, last = reach
+    return distance <= tl.where(index <= last, upto, less)
+
+
+@triton.jit
+def exponent_of(heat):
+    """Return the fp32 factor of distances by which 2 to the power is the exp of their gaps."""
+    return (inverse_of(heat) * _LOG2_E).to(tl.float32)
 
 
 @triton.jit
@@ -114,46 +162,9 @@ def logit_in(key):
 
 
 @triton.jit
-def words_of_tile(seed, position, first, BLOCK: tl.constexpr):
-    """Return the random uint32 words of tokens first, ..., first + BLOCK - 1; 4 divides both."""
-    block = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    zero = tl.zeros_like(block)
-    w0, w1, w2, w3 = tl.philox(seed, zero + position.to(tl.uint32), block, zero, zero)
-    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-
-
-@triton.jit
-def words_of_ids(seed, position, ids):
-    """Return the random uint32 words of some token ids."""
-    block = (ids >> 2).to(tl.uint32)
-    zero = tl.zeros_like(block)
-    w0, w1, w2, w3 = tl.philox(seed, zero + position.to(tl.uint32), block, zero, zero)
-    lane = ids & 3
-    return tl.where(lane < 2, tl.where(lane == 0, w0, w1), tl.where(lane == 2, w2, w3))
-
-
-@triton.jit
-def gumbel_noise(words):
-    """Return the standard Gumbel variates of random words: fp64 inside, rounded to fp32."""
-    u = (words.to(tl.float64) + 0.5) * _UNIT
-    return (-tl.log(-tl.log(u))).to(tl.float32)
-
-
-@triton.jit
-def race_times(words, gap):
-    """Return bounds, fp32, of the times at which tokens arrive: the first one is drawn.
-
-    A token's time is -log(u) exp(gap), and so exp(-(noise - gap)): the least has the most noise
-    left. With v = 1 - u, -log(u) is at least the head of its series, v + v^2/2 + v^3/3 + v^4/4.
-    Up to v = 1/2 it is no more than 2/5 v^5 above that; it never is above 23.
-    """
-    # Whatever is that far is never first, and stays below infinity.
-    stretch = tl.exp2(tl.minimum(gap, 64.0) * _LOG2_E)
-    v = tl.fma((words ^ _ALL_BITS).to(tl.float32), _UNIT, 0.5 * _UNIT)
-    square = v * v
-    earliest = tl.fma(square, tl.fma(square, 0.25, tl.fma(v, 0.33333334, 0.5)), v)
-    latest = tl.where(v < 0.5, tl.fma(square * square, 0.4 * v, earliest), 23.0)
-    return earliest * stretch, latest * stretch
+def last_at(gap):
+    """Return the last place of all with this gap."""
+    return place_of(gap, 0) | _ID_MASK
 
 
 @triton.jit
