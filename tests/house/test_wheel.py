@@ -20,7 +20,7 @@ def test_the_wheel_ships_package_data_and_nothing_else(tmp_path):
     (wheel,) = tmp_path.glob("tvr-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {"tvr/py.typed", "tvr/plugins.toml", "tvr/__init__.py"} <= set(names)
-    assert "tvr/backends/triton/tuned.json" in names
+    assert {"tvr/backends/triton/tuned.json", "tvr/serve/page.html"} <= set(names)
     demo = {f"tvr/demo/{file.name}" for file in (ROOT / "tvr" / "demo").glob("*.*")}
     assert "tvr/demo/model.safetensors" in demo
     assert demo <= set(names)

@@ -13,6 +13,7 @@ from tvr import __version__
 from tvr.errors import RequestError
 from tvr.serve.errors import ApiError, bad_request, json_response
 from tvr.serve.openapi import answers, json_body, openapi_of
+from tvr.serve.page import load_page
 from tvr.serve.service import Service
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -32,6 +33,7 @@ def create_app(service: Service) -> FastAPI:
     _add_handlers(app)
     _add_generation(app, service)
     _add_rest(app, service)
+    _add_page(app)
     return app
 
 
@@ -94,10 +96,19 @@ def _add_rest(app: FastAPI, service: Service) -> None:
             return refusal.response()
         return json_response({"status": "ok"})
 
-    @app.get("/metrics", response_class=Response, responses=answers(None, body=False))
+    @app.get("/metrics", response_class=Response, responses=answers("text/plain", body=False))
     async def metrics() -> Response:
         """Return the metrics for Prometheus."""
         return Response(service.metrics.render(), headers={"Content-Type": _METRICS_TYPE})
+
+
+def _add_page(app: FastAPI) -> None:
+    content, headers = load_page()
+
+    @app.get("/", response_class=Response, responses=answers("text/html", body=False))
+    async def page() -> Response:
+        """Return a page to chat with the model."""
+        return Response(content, headers=headers)
 
 
 def _add_handlers(app: FastAPI) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 from http import HTTPStatus
@@ -13,12 +15,16 @@ from tvr.serve.errors import ApiError
 #: The one route that is open to all.
 OPEN_PATH = "/health"
 
+#: The route that people open in a browser, which is told to ask them for the key.
+_PAGE_PATH = "/"
+
 
 class Gate:
     """An ASGI middleware before everything else, so that there is no way around it.
 
     It looks at the path exactly as the router does; what is not literally `/health` is closed,
-    whether such a route exists or not.
+    whether such a route exists or not. A key comes as a bearer token, or as the password of HTTP's
+    Basic authentication, which is how a browser has it from its user.
 
     Args:
         app: what is behind it.
@@ -36,11 +42,15 @@ class Gate:
         if is_open or self._has_key(scope):
             await self._app(scope, receive, send)
             return
+        is_page = scope["type"] == "http" and scope["path"] == _PAGE_PATH
         refusal = ApiError(
             HTTPStatus.UNAUTHORIZED,
-            "this server asks for an API key; send it as 'Authorization: Bearer KEY'",
+            "this server asks for an API key; send it as 'Authorization: Bearer KEY', or in a "
+            "browser as the password, with any name",
             code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
+            headers={
+                "WWW-Authenticate": 'Basic realm="tvr", charset="UTF-8"' if is_page else "Bearer"
+            },
         )
         await refusal.response()(scope, receive, send)
 
@@ -48,11 +58,27 @@ class Gate:
         values = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
         if len(values) != 1:
             return False
-        scheme, _, key = values[0].partition(b" ")
-        digest = _digest(key.strip())
+        scheme, _, credentials = values[0].partition(b" ")
+        key = _key_of(scheme.lower(), credentials.strip())
+        if key is None:
+            return False
+        digest = _digest(key)
         # All keys are compared, and each in constant time.
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
+        return any([hmac.compare_digest(digest, known) for known in self._digests])
+
+
+def _key_of(scheme: bytes, credentials: bytes) -> bytes | None:
+    """Return the key that a header brings; None: it brings none."""
+    if scheme == b"bearer":
+        return credentials
+    if scheme != b"basic":
+        return None
+    try:
+        name_and_password = base64.b64decode(credentials, validate=True)
+    except binascii.Error:
+        return None
+    _, colon, password = name_and_password.partition(b":")
+    return password if colon else None
 
 
 def _digest(key: bytes) -> bytes:

@@ -37,7 +37,7 @@ def json_body(model: str) -> dict[str, Any]:
 
 
 def answers(
-    model: str | None,
+    model: str,
     *,
     body: bool = True,
     streams: bool = False,
@@ -48,16 +48,16 @@ def answers(
     """Return what a route answers, by status.
 
     Args:
-        model: name of a response model; None: plain text.
+        model: name of a response model, or the type of a text.
         body: it takes a body, which may be refused.
         streams: it may answer by a stream of events.
         generates: it needs the engine and a place in its queue.
         missing: what it is asked for may not be there.
         dead: it says so if the engine has ended.
     """
-    content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
-    if model is not None:
-        content = {"application/json": {"schema": {"$ref": _REF.format(model=model)}}}
+    is_text = model.startswith("text/")
+    schema = {"type": "string"} if is_text else {"$ref": _REF.format(model=model)}
+    content: dict[str, Any] = {model if is_text else "application/json": {"schema": schema}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     found: dict[int | str, dict[str, Any]] = {200: {"description": "Answer", "content": content}}
@@ -77,9 +77,9 @@ def answers(
         statuses[500] = "A step of the engine failed"
     if generates or dead:
         statuses[503] = "The engine has ended"
-    schema = {"$ref": _REF.format(model="ErrorBody")}
+    refusal = {"$ref": _REF.format(model="ErrorBody")}
     for status, description in statuses.items():
-        content = {"application/json": {"schema": schema}}
+        content = {"application/json": {"schema": refusal}}
         found[status] = {"description": description, "content": content}
     return found
 
@@ -98,8 +98,11 @@ def openapi_of(app: FastAPI) -> dict[str, Any]:
         )
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         schemas |= taken["$defs"] | given["$defs"]
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
+        document["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "password": {"type": "http", "scheme": "basic"},
+        }
+        document["security"] = [{"key": []}, {"password": []}]
         document["paths"]["/health"]["get"]["security"] = []
         app.openapi_schema = document
     return app.openapi_schema

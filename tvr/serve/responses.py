@@ -140,6 +140,7 @@ class Model(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
+    has_chat_template: bool
 
 
 class ModelList(BaseModel):

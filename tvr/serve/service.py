@@ -114,6 +114,7 @@ class Service:
                 "created": self._created,
                 "owned_by": "tvr",
                 "max_model_len": self.texts.max_model_len,
+                "has_chat_template": self.texts.tokenizer.has_chat_template,
             }
             for name in self.settings.model_names
         ]
