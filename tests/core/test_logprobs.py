@@ -6,11 +6,10 @@ import copy
 import dataclasses
 import pickle
 
-import numpy as np
 import pytest
 import torch
 
-from tvr.core.logprobs import LogprobRows, LogprobSeries, LogprobTensors
+from tvr.core.logprobs import LogprobSeries, LogprobTensors
 from tvr.core.outputs import CompletionOutput, Logprob
 
 TEXTS = {1: "a", 2: "b", 3: "c"}
@@ -18,37 +17,41 @@ FIRST = {2: Logprob(-0.75, 2, "b"), 3: Logprob(-0.5, 1, "c")}
 SECOND = {3: Logprob(-0.25, 1, "c")}
 
 
+def tensors(ids, values, ranks):
+    found = LogprobTensors.empty(len(ids), len(ids[0]) - 1, torch.device("cpu"))
+    for tensor, given in ((found.ids, ids), (found.values, values), (found.ranks, ranks)):
+        tensor.copy_(torch.tensor(given))
+    return found
+
+
 def rows():
     """Those of FIRST and SECOND; the second token is the likeliest itself."""
-    ids, values = (
-        np.array([[2, 3, 1], [3, 3, 2]]),
-        np.array([[-0.75, -0.5, -1], [-0.25, -0.25, -2]]),
-    )
-    return LogprobRows(ids, values.astype(np.float32), np.array([2, 1])).of([1, 1])
+    ids, values = [[2, 3, 1], [3, 3, 2]], [[-0.75, -0.5, -1.0], [-0.25, -0.25, -2.0]]
+    return tensors(ids, values, [2, 1]).on_host([1, 1])
 
 
 @pytest.mark.parametrize(("num_rows", "num_top"), [(1, 0), (3, 5), (2, 20), (4, 2)])
 def test_rows_come_to_the_host_as_they_were_written(num_rows, num_top):
-    found = LogprobTensors.empty(num_rows, num_top, torch.device("cpu"))
-    shape = num_rows, 1 + num_top
-    assert found.ids.shape == found.values.shape == shape
-    wanted = torch.arange(found.ids.numel()).view(shape)
-    found.ids.copy_(wanted)
-    found.values.copy_(-wanted)
-    found.ranks.copy_(100 + wanted[:, 0])
-    on_host = found.on_host()
+    width = 1 + num_top
+    ids = [[row * width + i for i in range(width)] for row in range(num_rows)]
+    values = [[-0.5 * i for i in row] for row in ids]
+    ranks = [100 + row for row in range(num_rows)]
+    found = tensors(ids, values, ranks)
+    assert found.ids.shape == found.values.shape == (num_rows, width)
+    raw = found.on_host([num_top] * num_rows)
     found.ids.zero_()  # a later step's, in the same memory
-    assert on_host.ids.tolist() == wanted.tolist()
-    assert on_host.values.tolist() == (-wanted).tolist()
-    assert on_host.ranks.tolist() == (100 + wanted[:, 0]).tolist()
+    named = [row.named(None) for row in raw]
+    assert [list(row) for row in named] == ids
+    assert [[p.logprob for p in row.values()] for row in named] == values
+    assert [next(iter(row.values())).rank for row in named] == ranks
 
 
 def test_each_row_is_cut_to_what_was_asked_for():
-    ids, values = np.array([[7, 8, 9]] * 3), np.array([[-3.0, -1.0, -2.0]] * 3, np.float32)
-    given = LogprobRows(ids, values, np.array([9, 9, 9])).of([0, 1, 2])
-    assert [list(raw.named(None)) for raw in given] == [[7], [7, 8], [7, 8, 9]]
+    """More than there are is what there is."""
+    given = tensors([[7, 8, 9]] * 4, [[-3.0, -1.0, -2.0]] * 4, [9] * 4).on_host([0, 1, 2, 20])
+    assert [list(raw.named(None)) for raw in given] == [[7], [7, 8], [7, 8, 9], [7, 8, 9]]
     assert given[2].named(None)[9] == Logprob(-2.0, 2, None)
-    assert [raw.value for raw in given] == [-3.0] * 3
+    assert [raw.value for raw in given] == [-3.0] * 4
 
 
 def test_an_outputs_list_is_made_when_it_is_read_and_grows():

@@ -4,56 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import repeat
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from tvr.core.outputs import Logprob
 
 
-class LogprobRows(NamedTuple):
-    """Those of r positions, on the host.
-
-    Attributes:
-        ids: [r, 1 + k] int64, the token that is there, then the likeliest tokens, best first.
-        values: [r, 1 + k] fp32, their log-probabilities.
-        ranks: [r] int64, of the first of them among all tokens, from 1.
-    """
-
-    ids: npt.NDArray[np.int64]
-    values: npt.NDArray[np.float32]
-    ranks: npt.NDArray[np.int64]
-
-    def of(self, num_tops: Iterable[int]) -> list[RawLogprobs]:
-        """Return each row, with as many of the likeliest as were asked for."""
-        own = self.values[:, 0].tolist()
-        return list(map(RawLogprobs, own, repeat(self), range(len(own)), num_tops))
-
-
 class RawLogprobs(NamedTuple):
-    """One position's, still to be named.
+    """One position's, on the host and still to be named.
 
     Attributes:
         value: the log-probability of the token that is there.
-        rows: where they are, and `row` which one.
-        num_top: how many of the likeliest tokens were asked for.
+        rank: of this token among all, from 1.
+        ids: the bytes of int64 ids: the token that is there, then the likeliest, best first.
+        values: the bytes of their fp32 log-probabilities.
     """
 
     value: float
-    rows: LogprobRows
-    row: int
-    num_top: int
+    rank: int
+    ids: bytes
+    values: bytes
 
     def named(self, texts: Mapping[int, str] | None) -> dict[int, Logprob]:
         """Return them by token id, the token that is there first; `texts` are those of tokens."""
-        _, rows, row, num_top = self
-        ids = rows.ids[row, : 1 + num_top].tolist()
-        values = rows.values[row, : 1 + num_top].tolist()
-        ranks = (int(rows.ranks[row]), *range(1, len(ids)))
+        ids = memoryview(self.ids).cast("q").tolist()
+        values = memoryview(self.values).cast("f").tolist()
+        ranks = (self.rank, *range(1, len(ids)))
         decoded = [None] * len(ids) if texts is None else map(texts.__getitem__, ids)
         # If the token that is there comes again it has the same value and rank.
         return dict(zip(ids, map(Logprob, values, ranks, decoded), strict=True))
@@ -133,8 +111,22 @@ class LogprobTensors:
         num_rows, width = self.ids.shape
         return self._within(on_host, num_rows, width - 1)
 
-    def on_host(self) -> LogprobRows:
-        """Return them, of tensors that have arrived on the host; what they are in is free then."""
-        num_rows, width = self.ids.shape
-        own = self._within(self._memory.clone(), num_rows, width - 1)
-        return LogprobRows(own.ids.numpy(), own.values.numpy(), own.ranks.numpy())
+    def on_host(self, num_tops: Iterable[int]) -> list[RawLogprobs]:
+        """Return each row, with as many of the likeliest as were asked for.
+
+        The tensors have arrived on the host. What they are in is free then.
+        """
+        # Bytes of each row's own: nothing is kept for a row that other rows would be kept with, and
+        # there are no objects that a garbage collection would have to look at.
+        width = self.ids.shape[1]
+        ids, values = self.ids.numpy().tobytes(), self.values.numpy().tobytes()
+        id_bytes, value_bytes = self.ids.element_size(), self.values.element_size()
+        columns = zip(self.values[:, 0].tolist(), self.ranks.tolist(), num_tops, strict=True)
+        rows = []
+        for row, (value, rank, num_top) in enumerate(columns):
+            begin = row * width
+            end = begin + min(1 + num_top, width)
+            own_ids = ids[begin * id_bytes : end * id_bytes]
+            own_values = values[begin * value_bytes : end * value_bytes]
+            rows.append(RawLogprobs(value, rank, own_ids, own_values))
+        return rows

@@ -78,14 +78,14 @@ class DeviceResult:
         logprobs: list[RawLogprobs | None] | None = None
         if self.logprobs is not None:
             logprobs = [None] * len(tokens)
-            rows = self.logprobs.on_host().of(num_top or 0 for _, num_top in self.places)
+            rows = self.logprobs.on_host(num_top or 0 for _, num_top in self.places)
             for (place, num_top), row in zip(self.places, rows, strict=True):
                 if num_top is not None:
                     logprobs[place] = row
         prompts = []
         if self.prompt_logprobs is not None:
             num_tops = (p.num_top for p in self.prompts for _ in p.targets)
-            left = iter(self.prompt_logprobs.on_host().of(num_tops))
+            left = iter(self.prompt_logprobs.on_host(num_tops))
             prompts = [(p, list(islice(left, len(p.targets)))) for p in self.prompts]
         return StepResult(tokens=tokens, logprobs=logprobs, errors=self.errors, prompts=prompts)
 

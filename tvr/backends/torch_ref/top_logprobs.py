@@ -32,7 +32,8 @@ def _run(
     before = (x > own) | ((x == own) & (all_ids < token))
     ranks.copy_(before.sum(dim=-1) + 1)
     ids[:, :1] = token
-    ids[:, 1:] = _best(x, all_ids, ids.shape[1] - 1)
+    if ids.shape[1] > 1:
+        ids[:, 1:] = _best(x, all_ids, ids.shape[1] - 1)
     below = x - x.amax(dim=-1, keepdim=True)  # NaN where the largest is not finite
     mass = below.exp().sum(dim=-1, keepdim=True, dtype=torch.float64)
     values.copy_((below.gather(1, ids) - mass.log()).clamp(min=LOGPROB_FLOOR))
