@@ -111,6 +111,7 @@ for logits in (normal(8, 500) / 4, normal(8, 500).round() / 2):
 agree(1e30 * normal(10, 300))
 agree(1e-30 * normal(10, 300))
 agree(normal(10, 300) + 1e4)
+agree(normal(2, 300), (Asked(temperature=1e-37), Asked(temperature=1e30, top_p=0.5)))
 """,
 }
 

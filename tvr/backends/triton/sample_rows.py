@@ -137,7 +137,8 @@ def is_within(distance, index, reach):
 @triton.jit
 def exponent_of(heat):
     """Return the fp32 factor of distances by which 2 to the power is the exp of their gaps."""
-    return (inverse_of(heat) * _LOG2_E).to(tl.float32)
+    # Finite: no temperature is so small that the best token, at distance 0, is not first.
+    return tl.minimum(inverse_of(heat) * _LOG2_E, 1e38).to(tl.float32)
 
 
 @triton.jit
