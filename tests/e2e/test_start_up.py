@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from itertools import groupby
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from support import graph_safe
 from support.engines import greedy, prompts_of, save_shape, tokens_of
 from support.graphed import bounds_of, capture_for, graphed, roomy
 from support.tape import Tape
+from tvr import LLM
+from tvr.contract import DeviceFacts
 from tvr.core.engine_config import EngineConfig
 from tvr.core.largest_steps import DRIVER_PIECE_BYTES, LargestSteps, measured_pool_bytes
 from tvr.core.memory import GIB, DeviceMemory, cuda_budget
@@ -221,3 +224,79 @@ def test_a_graph_that_cannot_be_captured_is_found_before_there_is_a_pool(checkpo
         with pytest.raises(KernelError, match="a step of 8 decodes and 64 tokens of chunks cannot"):
             steps.graph_bytes(fails, lambda: DeviceMemory(total=1, free=1, reserved=0, allocated=0))
         steps.close()
+
+
+class CpuAsGpu(DeviceFacts):
+    """Facts of a GPU that torch knows as the CPU."""
+
+    def __str__(self):
+        return "cpu"
+
+
+@pytest.fixture
+def as_on_a_gpu(checkpoint, monkeypatch):
+    """Load an engine as on a GPU: sized by its largest steps, with tapes for graphs, warmed up."""
+
+    def load(gpu, **settings):
+        def capture(fn):
+            gpu.num_graphs += 1
+            return recorded(fn)
+
+        facts = CpuAsGpu(type="cuda", name="a GPU of numbers", sm=90)
+        monkeypatch.setattr("tvr.core.loader.device_facts", lambda device: facts)
+        for place in ("loader", "largest_steps"):
+            monkeypatch.setattr(f"tvr.core.{place}.CudaCapture", lambda stream: capture)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: gpu.peak)
+        monkeypatch.setattr(DeviceMemory, "of", gpu.memory)
+        sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "dtype": "float32"}
+        plugins = [graph_safe.backend()]
+        return LLM(checkpoint, backend="graph_safe", plugins=plugins, **{**sizes, **settings})
+
+    return load
+
+
+def test_an_engine_on_a_gpu_is_measured_then_captured_then_warmed_up(
+    checkpoint, as_on_a_gpu, caplog
+):
+    prompts = prompts_of([5, 33, 20])
+    with roomy(checkpoint, graph_safe.backend) as llm:
+        right = tokens_of(llm.generate(prompts, greedy(8)))
+    gpu = FakeDevice(total=4 * GIB, weights=0, peak=0, first_graph=MIB, graph=MIB)
+    with caplog.at_level(logging.INFO, "tvr"), as_on_a_gpu(gpu) as llm:
+        doing = [text.split(" CUDA graphs")[0] for text in caplog.messages]
+        steps = [name for name, _ in groupby(doing)]
+        assert steps[:3] == ["measuring", "set aside for", "capturing"]
+        assert steps[3].startswith("the engine takes ")
+        assert tokens_of(llm.generate(prompts, greedy(8))) == right
+        assert llm.stats()["num_eager_steps"] == 0
+        assert llm.parts.eager_reasons == ()
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "reasons", "num_graphs"),
+    [({"enforce_eager": True}, ("enforce_eager is set",), 0), ({"num_blocks": 40}, (), 9)],
+)
+def test_nothing_is_measured_that_is_not_wanted(as_on_a_gpu, settings, reasons, num_graphs):
+    gpu = FakeDevice(total=4 * GIB, weights=0, peak=0, first_graph=MIB, graph=MIB)
+    with as_on_a_gpu(gpu, **settings) as llm:
+        assert llm.parts.eager_reasons == reasons
+        assert gpu.num_graphs == num_graphs
+
+
+def test_blocks_get_what_graphs_will_leave(as_on_a_gpu):
+    def gpu(left):
+        found = FakeDevice(total=20 * GIB, weights=0, peak=0, first_graph=MIB, graph=MIB // 4)
+        found.peak = cuda_budget(EngineConfig(), found.start) - left
+        return found
+
+    with as_on_a_gpu(gpu(GIB), enforce_eager=True) as llm:
+        block_bytes = llm.limits.block_bytes
+    # Three graphs are measured first, six next, with a piece of the driver's to spare.
+    graphs = MIB + 9 * MIB // 4 + DRIVER_PIECE_BYTES
+    small_pool = 4 * block_bytes  # of the largest steps: a block for each sequence
+    with as_on_a_gpu(gpu(graphs + 20 * block_bytes - small_pool)) as llm:
+        assert llm.limits.num_blocks == 20

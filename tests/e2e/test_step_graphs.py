@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from support import graph_safe
+from support.device_lengths import rerun
 from support.engines import (
     all_blocks_came_back,
     drain,
@@ -222,8 +223,10 @@ def test_only_an_op_of_the_graph_stops_the_graph(checkpoint, op, stops):
         assert bool(obstacles(llm.config, llm.parts.ops)) is stops
 
 
-def test_every_step_of_a_graph_is_within_the_bounds_that_ops_are_given(checkpoint):
-    """Padding included, also for an op that plans the whole step."""
+@pytest.mark.parametrize("tokens", [17, 40, 130])
+def test_every_step_of_a_graph_is_within_the_bounds_that_ops_are_given(checkpoint, tokens):
+    """Padding included, also for an op that plans the whole step; chunks have coarser sizes in
+    graphs with decodes than in graphs without."""
     bounds, seen = [], []
 
     def planned():
@@ -239,7 +242,8 @@ def test_every_step_of_a_graph_is_within_the_bounds_that_ops_are_given(checkpoin
 
         return graph_safe.backend(change)
 
-    with graphed(checkpoint, planned, max_num_seqs=5, max_num_batched_tokens=40) as llm:
+    sizes = {"max_num_seqs": 5, "max_num_batched_tokens": tokens}
+    with graphed(checkpoint, planned, capture=rerun, **sizes) as llm:
         llm.generate(prompts_of(LENGTHS), greedy(6))
         assert llm.stats()["num_eager_steps"] == 0
     (given,) = set(bounds)

@@ -40,11 +40,13 @@ _CHUNKS = 16
 def padded(bounds: Bounds) -> Bounds:
     """Return the bounds of steps with their padding, for all steps within `bounds`."""
     decodes = _rooms(_DECODES, bounds.max_num_seqs)[-1]
-    tokens = _rooms(_TOKENS, bounds.max_num_tokens)[-1]
+    alone, beside = (
+        _rooms(sizes, bounds.max_num_tokens)[-1] for sizes in (_TOKENS, _TOKENS_BESIDE_DECODES)
+    )
     return replace(
         bounds,
         max_num_seqs=max(bounds.max_num_seqs, decodes + _CHUNKS),
-        max_num_tokens=max(bounds.max_num_tokens, decodes + tokens),
+        max_num_tokens=max(bounds.max_num_tokens, alone, decodes + beside),
     )
 
 
