@@ -112,7 +112,7 @@ class _Alone:
 
 
 #: An engine calls them around the layers; the checks here do not.
-_NOT_OF_LAYERS = ("argmax", "prepare_step", "sample")
+_NOT_OF_LAYERS = ("argmax", "prepare_step", "sample", "top_logprobs")
 
 
 def needs_capturable_ops(backend: Subject, case: Case) -> list[str]:
