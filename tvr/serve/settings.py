@@ -28,7 +28,7 @@ class ServeSettings:
     max_waiting: int = 1024
     max_body_bytes: int = 8 << 20
     drain_s: float = 30.0
-    text_threads: int = 2
+    text_threads: int = 4
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):

@@ -1,0 +1,103 @@
+"""Keys: with one set, everything but `/health` is closed, whatever the path looks like."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from support.servers import MODEL, serving
+from tvr import demo
+
+pytest.importorskip("fastapi")
+
+KEYS = ("right-key", "other-key")
+
+
+@pytest.fixture(scope="module")
+def running():
+    with serving(demo.path(), api_keys=KEYS) as running:
+        yield running
+
+
+ROUTES = [
+    ("GET", "/v1/models"),
+    ("GET", f"/v1/models/{MODEL}"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/metrics"),
+    ("GET", "/openapi.json"),
+    ("GET", "/docs"),
+    ("GET", "/"),
+    ("GET", "/no-such-route"),
+    ("OPTIONS", "/v1/models"),
+]
+
+TRICKS = [
+    *("//v1/models", "/v1/models/", "/V1/MODELS", "/v1//models", "/./v1/models", "/health/"),
+    *("/health/../v1/models", "/health/v1/models", "//health", "/Health", "/health%2f", "/healthz"),
+    *("/health;/v1/models", "/%2e/health", "/v1/models?/health", "/v1/models#/health"),
+    *("http://x/v1/models", "/v1/models%00/health", "/%76%31/models", "*"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_every_route_but_health_asks_for_a_key(running, method, path):
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        reply = running.ask(method, path, headers=headers)
+        assert reply.status == 401
+        assert reply.error["code"] == "invalid_api_key"
+        assert reply.headers["www-authenticate"] == "Bearer"
+    for key in KEYS:
+        assert running.ask(method, path, headers={"Authorization": f"Bearer {key}"}).status != 401
+
+
+def test_health_is_open(running):
+    assert running.get("/health").status == 200
+    assert running.get("/health", headers={"Authorization": "Bearer wrong"}).status == 200
+
+
+@pytest.mark.parametrize("path", TRICKS)
+def test_no_spelling_of_a_path_is_a_way_around(running, path):
+    with socket.create_connection(running.address, timeout=30) as sock:
+        sock.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        assert sock.recv(65536).startswith((b"HTTP/1.1 401 ", b"HTTP/1.1 400 "))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("right-key", "Bearer", "Bearer ", "Basic right-key", "Bearer right-key x", "Bearer right"),
+        *("Bearer right-key2", "bearer  RIGHT-KEY", "Bearerright-key", "Bearer r\u00ecght-key"),
+    ],
+)
+def test_what_is_no_key_opens_nothing(running, value):
+    assert running.get("/v1/models", headers={"Authorization": value}).status == 401
+
+
+def test_two_keys_at_once_open_nothing(running):
+    head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    both = b"Authorization: Bearer wrong\r\nAuthorization: Bearer right-key\r\n\r\n"
+    with socket.create_connection(running.address, timeout=30) as sock:
+        sock.sendall(head + both)
+        assert sock.recv(65536).startswith(b"HTTP/1.1 401 ")
+
+
+def test_openais_client_sends_its_key(running):
+    import openai
+
+    with running.openai(api_key="right-key") as client:
+        assert client.models.list().data[0].id == MODEL
+        assert client.completions.create(model=MODEL, prompt="O", max_tokens=1).choices
+    with running.openai(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_a_body_is_not_read_without_a_key(running):
+    """Nor does it count for anything."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5000000\r\n\r\n"
+    with socket.create_connection(running.address, timeout=30) as sock:
+        sock.sendall(head)
+        assert sock.recv(65536).startswith(b"HTTP/1.1 401 ")
