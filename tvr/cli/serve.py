@@ -16,7 +16,7 @@ from tvr.errors import ConfigError
 #: What the extra `serve` brings.
 _NEEDED = ("fastapi", "prometheus_client", "pydantic", "uvicorn")
 
-_MIB = 1 << 20
+_MIB, _MOST_MIB = 1 << 20, 900
 
 
 def serve(
@@ -70,6 +70,10 @@ def serve(
         raise ConfigError(
             f"tvr serve needs {', '.join(missing)}, which is not installed; "
             "pip install 'tvr[serve]'"
+        )
+    if not 0 < max_body_mb <= _MOST_MIB:
+        raise ConfigError(
+            f"--max-body-mb is {max_body_mb:g}; it must be above 0, at most {_MOST_MIB}"
         )
     from tvr.serve.server import Server, bind, url_of
     from tvr.serve.service import Service

@@ -114,7 +114,7 @@ class EngineThread:
                     self._wake.wait()
         except BaseException as error:
             _log.exception("the engine's thread has ended")
-            self.fatal = f"{type(error).__name__}: {error}"
+            self.fatal = _one_line(error)
         if self.fatal is not None:
             self._on_fatal()
 
@@ -127,7 +127,7 @@ class EngineThread:
             _log.exception("a step has failed")
             self._mishaps += 1
             if self._mishaps > _MOST_MISHAPS:
-                self.fatal = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                self.fatal = _one_line(error)
             return
         self._mishaps = 0
         now = time.monotonic()
@@ -148,3 +148,7 @@ class EngineThread:
             _log.error("a step has failed:\n%s", self._seen_failure)
             if lost := self.llm.parts.runner.why_lost():
                 self.fatal = f"the device is lost: {lost}"
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -23,6 +23,8 @@ from tvr.serve.service import Service
 #: are told in them.
 _FAREWELL_S = 2
 
+_LARGEST_PORT = 65535
+
 #: Seconds that the engine's thread may take for its last step.
 _LAST_STEP_S = 30.0
 
@@ -152,16 +154,18 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         ConfigError: it cannot be had.
     """
+    if not 0 <= port <= _LARGEST_PORT:
+        raise ConfigError(f"--port {port} is no port; it must be from 0, any, to {_LARGEST_PORT}")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         sock = socket.socket(family, kind, protocol)
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"--host {host} is no address: {error}") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         sock.close()
         raise ConfigError(
             f"{host}:{port} cannot be served: {error}; choose another --port, or 0 for a free one"

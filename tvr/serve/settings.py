@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from tvr.errors import ConfigError
 
+_MILLION = 1_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
@@ -39,11 +41,11 @@ class ServeSettings:
                     "an --api-key is empty or has spaces or other than printable ASCII characters;"
                     " a header could not carry it"
                 )
-        for name, value, least in (
-            ("max_waiting", self.max_waiting, 0),
-            ("max_body_bytes", self.max_body_bytes, 1024),
-            ("drain_s", self.drain_s, 0),
-            ("text_threads", self.text_threads, 1),
+        for name, value, least, most in (
+            ("max_waiting", self.max_waiting, 0, _MILLION),
+            ("max_body_bytes", self.max_body_bytes, 1024, 1024 * _MILLION),
+            ("drain_s", self.drain_s, 0, _MILLION),
+            ("text_threads", self.text_threads, 1, 256),
         ):
-            if not value >= least:
-                raise ConfigError(f"{name} is {value}; it must be at least {least}")
+            if not least <= value <= most:
+                raise ConfigError(f"{name} is {value}; it must be from {least} to {most}")

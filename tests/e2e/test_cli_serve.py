@@ -1,0 +1,87 @@
+"""`tvr serve` as a command, and `tvr bench serve` against it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+
+import pytest
+
+from support.cli import refused_here, run_here
+from support.servers import MODEL, serving
+from tvr import demo
+from tvr.cli.serve import _name_of
+
+pytest.importorskip("fastapi")
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--port", "70000"], ["70000"]),
+        (["--host", "no.such.host.invalid"], ["no.such.host.invalid"]),
+        (["--api-key", ""], ["--api-key"]),
+        (["--api-key", "two words"], ["--api-key"]),
+        (["--served-model-name", ""], ["--served-model-name"]),
+        (["--max-waiting", "-1"], ["max_waiting", "-1"]),
+        (["--max-body-mb", "0"], ["--max-body-mb"]),
+        (["--max-body-mb", "0.0001"], ["max_body_bytes"]),
+        (["--max-body-mb", "nan"], ["--max-body-mb"]),
+        (["--drain-s", "-1"], ["drain_s"]),
+        (["--drain-s", "inf"], ["drain_s"]),
+        (["--model", "no-such-model/"], ["no-such-model"]),
+    ],
+)
+def test_a_bad_option_is_one_line(options, parts):
+    line = refused_here("serve", *options)
+    assert all(part in line for part in parts)
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_loaded():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = refused_here("serve", "--model", "no-such-model/", "--port", port)
+    assert port in line
+    assert "no-such-model" not in line
+
+
+def test_what_is_not_installed_is_named(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find_spec(name)
+    )
+    line = refused_here("serve")
+    assert "uvicorn" in line
+    assert "tvr[serve]" in line
+
+
+def test_a_model_is_served_by_its_own_name(tmp_path):
+    for name in ("my-model", "my.model"):
+        (tmp_path / name).mkdir()
+        assert _name_of(f"{tmp_path}/{name}/") == name
+    (tmp_path / "tiny.Q8.gguf").touch()
+    assert _name_of(str(tmp_path / "tiny.Q8.gguf")) == "tiny.Q8"
+    assert _name_of("owner/model") == "owner/model"
+    assert _name_of("demo") == "demo"
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions"])
+def test_bench_serve_measures_it(endpoint, tmp_path):
+    pytest.importorskip("httpx2")
+    report = tmp_path / "serve.json"
+    sizes = ("--num-prompts", 12, "--input-len", 20, "--output-len", 8, "--ignore-eos")
+    with serving(demo.path(), api_keys=("key",)) as running:
+        done = run_here(
+            "bench",
+            "serve",
+            *("--base-url", running.url, "--api-key", "key", "--endpoint", endpoint, *sizes),
+            *("--vocab-size", 2000, "--max-concurrency", 4, "--json", report),
+        )
+        assert done.returncode == 0, done
+        assert "prompts are text" not in done.stderr  # token ids and counts in each chunk
+        (row,) = json.loads(report.read_text())["rows"]
+        assert (row["completed"], row["failed"]) == (12, 0)
+        assert row["model"] == MODEL
+        assert row["total_input_tokens"] == 12 * 20
+        assert row["total_output_tokens"] == 12 * 8

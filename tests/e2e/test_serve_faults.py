@@ -1,0 +1,254 @@
+"""Faults of the engine, ends of the process, and what clients learn of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from support.servers import MODEL, Running, events_of, serving, wait_until
+from tvr import demo
+from tvr.core.runner import ModelRunner
+from tvr.core.scheduler import Scheduler
+from tvr.errors import KernelError
+
+pytest.importorskip("fastapi")
+
+COMPLETIONS = "/v1/completions"
+BODY = {"model": MODEL, "prompt": "ROMEO:", "max_tokens": 20, "temperature": 0}
+LONG = {**BODY, "max_tokens": 900, "ignore_eos": True}
+
+
+@pytest.fixture
+def running():
+    with serving(demo.path()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def lasting():
+    """One for the tests that do not end it."""
+    with serving(demo.path()) as running:
+        yield running
+
+
+def failing_at(call, error):
+    """Return a `_run` that raises at its call number `call`."""
+    run, calls = ModelRunner._run, []
+
+    def failing(self, *args):
+        calls.append(1)
+        if len(calls) == call:
+            raise error
+        return run(self, *args)
+
+    return failing
+
+
+def test_a_failed_step_ends_its_requests_and_no_others(lasting, monkeypatch):
+    """One data chunk with an error object, and the end of the stream within a second."""
+    expected = lasting.post(COMPLETIONS, BODY).json["choices"]
+    wait_until(lasting.is_idle)
+    monkeypatch.setattr(ModelRunner, "_run", failing_at(5, RuntimeError("out of\nluck")))
+    began = time.monotonic()
+    reply = lasting.post(COMPLETIONS, {**LONG, "stream": True})
+    assert time.monotonic() - began < 5
+    assert reply.status == 200
+    *chunks, last = events_of(reply.body)
+    assert len(chunks) == 4
+    assert last.keys() == {"error"}
+    assert last["error"]["type"] == "server_error"
+    assert "out of luck" in last["error"]["message"]
+    monkeypatch.setattr(ModelRunner, "_run", failing_at(5, RuntimeError("out of luck")))
+    reply = lasting.post(COMPLETIONS, LONG)
+    assert (reply.status, reply.error["code"]) == (500, "engine_error")
+    assert lasting.get("/health").status == 200
+    assert lasting.post(COMPLETIONS, BODY).json["choices"] == expected
+    assert lasting.metric("request_success_total", finished_reason="error") == 2
+    wait_until(lasting.is_idle)
+
+
+def test_openais_client_raises_what_ends_a_stream(lasting, monkeypatch):
+    import openai
+
+    monkeypatch.setattr(ModelRunner, "_run", failing_at(3, RuntimeError("out of luck")))
+    with lasting.openai() as client:
+        fields = {key: LONG[key] for key in ("model", "prompt", "max_tokens")}
+        stream = client.completions.create(**fields, stream=True)
+        with pytest.raises(openai.APIError, match="out of luck"):
+            list(stream)
+
+
+def test_an_error_in_the_books_ends_all_requests_once_and_the_engine_begins_anew(
+    lasting, monkeypatch
+):
+    update, calls = Scheduler.update, []
+
+    def torn(self, *args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise AssertionError("two and two is five")
+        return update(self, *args)
+
+    monkeypatch.setattr(Scheduler, "update", torn)
+    reply = lasting.post(COMPLETIONS, {**LONG, "stream": True})
+    assert "interrupted" in events_of(reply.body)[-1]["error"]["message"]
+    assert lasting.post(COMPLETIONS, BODY).status == 200
+    wait_until(lasting.is_idle)
+
+
+def serve_until_it_breaks(monkeypatch, kind):
+    """Serve a stream through a fault for good; return what its client got."""
+
+    def broken(*args):
+        raise RuntimeError("an illegal\naddress")
+
+    with serving(demo.path()) as running, ThreadPoolExecutor(1) as pool:
+        if kind == "device":
+            monkeypatch.setattr(ModelRunner, "_run", failing_at(4, RuntimeError("x")))
+            monkeypatch.setattr(ModelRunner, "why_lost", lambda self: "an illegal address")
+        elif kind == "books":
+            monkeypatch.setattr(Scheduler, "schedule", broken)
+        else:
+            monkeypatch.setattr(type(running.llm), "has_unfinished_requests", broken)
+        reply = pool.submit(running.post, COMPLETIONS, {**LONG, "stream": True}).result(30)
+        running.thread.join(30)
+        assert not running.thread.is_alive()
+        monkeypatch.undo()
+        assert "error" in events_of(reply.body)[-1]
+
+
+@pytest.mark.parametrize("kind", ["device", "books", "thread"])
+def test_a_fault_for_good_is_told_to_clients_and_ends_the_server(monkeypatch, kind):
+    with pytest.raises(KernelError, match=r"the engine has ended: .*an illegal address"):
+        serve_until_it_breaks(monkeypatch, kind)
+
+
+def test_health_is_503_once_the_engine_has_ended(running, monkeypatch):
+    monkeypatch.setattr(running.service, "on_fatal", lambda: None)  # the process would end
+    running.service.engine.fatal = "an illegal address"
+    running.service.engine._wake.set()
+    wait_until(lambda: not running.service.engine._thread.is_alive())
+    assert running.get("/health").status == 503
+    reply = running.post(COMPLETIONS, BODY)
+    assert reply.status == 503
+    assert "an illegal address" in reply.error["message"]
+    running.service.engine.fatal = None  # so that it may end in peace
+    assert running.get("/health").status == 503
+
+
+def test_a_server_that_is_asked_to_stop_finishes_what_it_has(running):
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(running.post, COMPLETIONS, {**LONG, "max_tokens": 150})
+        stream = pool.submit(running.post, COMPLETIONS, {**LONG, "max_tokens": 150, "stream": True})
+        wait_until(lambda: running.llm.stats()["num_running"] == 2)
+        running.server.stop()
+        assert whole.result(30).json["usage"]["completion_tokens"] == 150
+        assert stream.result(30).body.endswith(b"data: [DONE]\n\n")
+    running.thread.join(10)
+    assert not running.thread.is_alive()
+    with pytest.raises(ConnectionError):
+        running.get("/health")
+
+
+def test_time_to_finish_is_limited_and_clients_are_told():
+    with serving(demo.path(), drain_s=0.3) as running:
+        with ThreadPoolExecutor(2) as pool:
+            whole = pool.submit(running.post, COMPLETIONS, LONG)
+            stream = pool.submit(running.post, COMPLETIONS, {**LONG, "stream": True})
+            wait_until(lambda: running.llm.stats()["num_running"] == 2)
+            began = time.monotonic()
+            running.server.stop()
+            assert whole.result(30).status == 503
+            assert whole.result().error["code"] == "shutting_down"
+            last = events_of(stream.result(30).body)[-1]
+            assert last["error"]["code"] == "shutting_down"
+        running.thread.join(10)
+        assert time.monotonic() - began < 3
+
+
+class Process:
+    """`tvr serve` as a process of its own."""
+
+    def __init__(self, *options: str, code: str = "import tvr.cli; tvr.cli.main()") -> None:
+        command = [sys.executable, "-c", code, "serve", "--port", "0", "--device", "cpu", *options]
+        self.lines: list[str] = []
+        self.popen = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        self.lines.extend(iter(self.popen.stderr.readline, ""))
+
+    def running(self) -> Running:
+        wait_until(lambda: self.lines or self.popen.poll() is not None, 60)
+        (line,) = self.lines
+        url = re.fullmatch(r"tvr: (\S+) is served at (http://127\.0\.0\.1:\d+)\n", line).group(2)
+        return Running(llm=None, server=None, service=None, url=url, thread=self.reader)
+
+    def end(self) -> int:
+        code = self.popen.wait(30)
+        self.reader.join(10)
+        self.popen.stderr.close()
+        return code
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.popen.kill()
+        self.end()
+
+
+def test_a_signal_lets_the_process_finish_and_end_in_peace():
+    with Process() as process:
+        running = process.running()
+        body = {**LONG, "model": "demo", "max_tokens": 200}
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(running.post, COMPLETIONS, body)
+            wait_until(lambda: b'running{model_name="demo"} 1' in running.get("/metrics").body)
+            process.popen.send_signal(signal.SIGTERM)
+            assert reply.result(30).json["usage"]["completion_tokens"] == 200
+        assert process.end() == 0
+        assert len(process.lines) == 1
+
+
+def test_a_second_signal_ends_at_once():
+    with Process() as process:
+        running = process.running()
+        sock = running.begin(COMPLETIONS, {**LONG, "model": "demo", "n": 32, "stream": True})
+        assert sock.recv(100)
+        began = time.monotonic()
+        for _ in range(2):
+            process.popen.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        assert process.end() == 130
+        assert time.monotonic() - began < 10  # all answers would take a minute
+        sock.close()
+
+
+def test_a_process_whose_device_is_lost_ends_with_one_line_and_an_error():
+    code = (
+        "import tvr.cli\n"
+        "from tvr.core.runner import ModelRunner as R\n"
+        "def fail(self, *args): raise RuntimeError('boom')\n"
+        "R._run, R.why_lost = fail, lambda self: 'an illegal address'\n"
+        "tvr.cli.main()"
+    )
+    with Process(code=code) as process:
+        running = process.running()
+        reply = running.post(COMPLETIONS, {**BODY, "model": "demo"})
+        assert reply.status in (500, 503)
+        assert process.end() == 2
+        expected = "tvr: error: the engine has ended: the device is lost: an illegal address\n"
+        assert process.lines[-1] == expected
