@@ -37,7 +37,7 @@ def _own_packages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Forget what a test imported from a temporary folder: another's may have the same name."""
     yield
     base = f"{tmp_path_factory.getbasetemp()}{os.sep}"
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # other threads may import
         # a thousand modules after each of thousands of tests: `Path` would take a minute
         if (getattr(module, "__file__", None) or "").startswith(base):
             del sys.modules[name]

@@ -7,6 +7,7 @@ import statistics
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from http.client import HTTPConnection
 
 import pytest
@@ -27,6 +28,13 @@ def running():
     engine = {"max_num_seqs": ROWS, "num_blocks": 200}
     with serving(demo.path(), engine, max_waiting=WAITING, max_body_bytes=32 << 20) as running:
         yield running
+
+
+@pytest.fixture
+def begin(running):
+    """`Running.begin`, whose clients all leave at the end."""
+    with ExitStack() as socks:
+        yield lambda **fields: socks.enter_context(running.begin(COMPLETIONS, {**LONG, **fields}))
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +76,8 @@ def test_a_huge_prompt_that_is_refused_delays_nobody(running, size):
     assert max(times) < 0.5
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_again(running):
-    socks = [running.begin(COMPLETIONS, {**LONG, "stream": True}) for _ in range(ROWS + WAITING)]
+def test_a_full_queue_refuses_and_says_when_to_come_again(running, begin):
+    socks = [begin(stream=True) for _ in range(ROWS + WAITING)]
     wait_until(lambda: running.service.admission.taken == ROWS + WAITING)
     for path in (COMPLETIONS, "/v1/chat/completions"):
         reply = running.post(path, LONG)
@@ -77,7 +85,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(running):
         assert reply.headers["retry-after"] == "1"
         assert reply.error["code"] == "queue_full"
     assert running.get("/health").status == 200
-    assert running.metric("num_requests_waiting") >= 1
+    wait_until(lambda: running.metric("num_requests_waiting") >= 1)
     socks.pop().close()
     wait_until(lambda: running.service.admission.taken < ROWS + WAITING)
     short = {**LONG, "max_tokens": 1}
@@ -103,9 +111,9 @@ def blocks_come_back(running) -> float:
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
-def test_a_client_that_leaves_frees_its_blocks_within_a_second(running, streams):
+def test_a_client_that_leaves_frees_its_blocks_within_a_second(running, begin, streams):
     before = running.metric("request_success_total", finished_reason="abort")
-    sock = running.begin(COMPLETIONS, {**LONG, "stream": streams, "n": 2})
+    sock = begin(stream=streams, n=2)
     wait_until(lambda: running.llm.stats()["num_used_blocks"] > 2)
     sock.close()
     assert blocks_come_back(running) < 1
@@ -114,10 +122,10 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_second(running, streams)
     )
 
 
-def test_a_client_that_leaves_the_queue_is_never_run(running):
-    running_ones = [running.begin(COMPLETIONS, LONG) for _ in range(ROWS)]
+def test_a_client_that_leaves_the_queue_is_never_run(running, begin):
+    running_ones = [begin() for _ in range(ROWS)]
     wait_until(lambda: running.llm.stats()["num_running"] == ROWS)
-    waiting = [running.begin(COMPLETIONS, {**LONG, "stream": s}) for s in (True, False)]
+    waiting = [begin(stream=s) for s in (True, False)]
     wait_until(lambda: running.llm.stats()["num_waiting"] == 2)
     for sock in waiting:
         sock.close()
@@ -128,7 +136,9 @@ def test_a_client_that_leaves_the_queue_is_never_run(running):
     assert blocks_come_back(running) < 1
 
 
-def test_a_client_that_leaves_while_its_text_is_encoded_reaches_no_engine(running, monkeypatch):
+def test_a_client_that_leaves_while_its_text_is_encoded_reaches_no_engine(
+    running, begin, monkeypatch
+):
     began, go_on = threading.Event(), threading.Event()
     encode = Tokenizer.encode
 
@@ -140,7 +150,7 @@ def test_a_client_that_leaves_while_its_text_is_encoded_reaches_no_engine(runnin
     before = running.metric("prompt_tokens_total")
     with monkeypatch.context() as patch:
         patch.setattr(Tokenizer, "encode", slow)
-        sock = running.begin(COMPLETIONS, LONG)
+        sock = begin()
         assert began.wait(10)
         assert running.get("/health").status == 200
         sock.close()
@@ -152,9 +162,8 @@ def test_a_client_that_leaves_while_its_text_is_encoded_reaches_no_engine(runnin
     assert running.metric("prompt_tokens_total") == before
 
 
-def test_a_client_that_does_not_read_keeps_nobody_waiting(running):
-    body = {**LONG, "stream": True, "logprobs": 20, "max_tokens": 300}
-    sock = running.begin(COMPLETIONS, body)
+def test_a_client_that_does_not_read_keeps_nobody_waiting(running, begin):
+    sock = begin(stream=True, logprobs=20, max_tokens=300)
     began = time.monotonic()
     assert running.post(COMPLETIONS, {**LONG, "max_tokens": 5}).status == 200
     assert time.monotonic() - began < 5
@@ -162,7 +171,6 @@ def test_a_client_that_does_not_read_keeps_nobody_waiting(running):
     received = b""
     while b"[DONE]" not in received:
         received += sock.recv(65536)
-    sock.close()
     _, _, body = received.partition(b"\r\n\r\n")
     assert body.count(b"data: {") == 300
 
