@@ -47,6 +47,8 @@ CPU_SIZES = ((1, 8),)
 _HEADS: dict[str, tuple[int, ...]] = {"num_warps": (1, 2, 4), "HEADS": (4, 8, 16, 32)}
 #: What is tried of a kernel, by the name under which it looks itself up: every combination; what is
 #: not named stays. Of other kernels it is each number halved and doubled, or one less and one more.
+_PLAIN = {"num_warps": (4, 8, 16), "BN": (1, 2, 4, 8, 16), "BK": (2048, 4096, 8192)}
+_DOT = {"BN": (8, 16), "BK": (1024, 2048, 4096), "PARTS": (16, 32)}
 SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     "attention_decode": {
         "num_warps": (4, 8),
@@ -59,13 +61,10 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
         "LAG": (1, 2),
         "SOURCES": (1, 2),
     },
-    "linear_plain": {"num_warps": (4, 8, 16), "BN": (1, 2, 4, 8, 16), "BK": (2048, 4096, 8192)},
-    "linear_dot": {
-        "num_warps": (4, 8),
-        "BN": (8, 16),
-        "BK": (1024, 2048, 4096),
-        "PARTS": (16, 32),
-    },
+    "linear_plain": _PLAIN,
+    "linear_dot": {"num_warps": (4, 8), **_DOT},
+    "fused_linear_plain": _PLAIN | {"BN": (2, 4, 8, 16)},  # gate and up in turns need an even one
+    "fused_linear_dot": {"num_warps": (4, 8, 16), **_DOT},
     "linear_split": {
         "num_warps": (4, 8),
         "num_stages": (3, 4, 6),
@@ -189,6 +188,8 @@ def keys_of(cells: Iterable[Cell], gpu: Gpu) -> dict[Key, tuple[Config, list[Cel
         with patch.object(configs, "shipped", return_value=asked):
             plugin.bind(cell.spec, gpu)
         for key, default in asked.items():
+            if not key[0].startswith(cell.spec.op):
+                continue  # a fused product's default is what is best for the plain one
             # A kernel for some count of rows is bound for others too, but not run.
             rows, shape = cell.fields.get("rows"), dict(key[2])
             tokens = tokens_class(rows) if rows else None

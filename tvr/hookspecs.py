@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         BackendInfo,
         BoundOp,
         DeviceFacts,
+        FusedLinearSpec,
         KvWriteSpec,
         LinearSpec,
         PrepareStepSpec,
@@ -105,6 +106,11 @@ def tvr_bind_silu_mul(spec: SiluMulSpec, device: DeviceFacts) -> BoundOp | None:
 @hookspec
 def tvr_bind_linear(spec: LinearSpec, device: DeviceFacts) -> BoundOp | None:
     """Return `linear` bound for `spec`, or None: not me."""
+
+
+@hookspec
+def tvr_bind_fused_linear(spec: FusedLinearSpec, device: DeviceFacts) -> BoundOp | None:
+    """Return `fused_linear` bound for `spec`, or None: not me."""
 
 
 @hookspec

@@ -89,7 +89,7 @@ def test_anything_but_a_bound_op_is_refused(answer):
         ({"plan": 3}, "plan is int, not a callable"),
         ({"workspace_bytes": lambda: 8, "attach": lambda w: None}, "workspace_bytes cannot"),
         ({"workspace_bytes": lambda b: 8, "attach": lambda: None}, "attach cannot be called"),
-        ({"pack": lambda weight, bias: weight}, "pack is for linear only"),
+        ({"pack": lambda weight, bias: weight}, "pack is for linear and fused_linear only"),
     ],
 )
 def test_the_other_callables_of_a_bound_op_are_checked_too(extra, message):

@@ -8,7 +8,6 @@ import torch
 from support.fakes import fake, table_of
 from support.specs import spec_of
 from tvr.contract import BoundOp
-from tvr.core.composites import part_specs
 
 
 def norm(x, weight, *, eps, out):
@@ -118,8 +117,53 @@ def test_the_rotated_keys_are_what_is_written_to_the_cache(table, alias):
 )
 def test_the_parts_are_bound_for_what_the_whole_was_asked_for(changes, parts):
     wanted = [spec_of(op, **part) for op, part in parts]
-    assert part_specs(spec_of("rope_kv_write", **changes)) == wanted
+    assert list(spec_of("rope_kv_write", **changes).parts()) == wanted
 
 
 def test_a_plain_op_has_no_parts():
-    assert part_specs(spec_of("rms_norm")) == []
+    assert spec_of("rms_norm").parts() == ()
+
+
+@pytest.mark.parametrize("alias", [False, True])
+@pytest.mark.parametrize(
+    "fused", [{}, {"add": True}, {"silu_mul": True}, {"rms_norm": True, "silu_mul": True}]
+)
+def test_a_composed_product_rounds_where_its_parts_do_and_packs_as_its_linear_does(fused, alias):
+    """The parts work in fp64; only what is stored between them is rounded, to bf16."""
+    given = []
+
+    def linear(x, packed, *, out):
+        given.append(packed)
+        return out.copy_(x.double() @ packed[1].double().t())
+
+    def silu_mul(x, *, out):
+        gate, up = x.double().chunk(2, -1)
+        return out.copy_(gate / (1 + torch.exp(-gate)) * up)
+
+    runs = {"rms_norm": norm, "linear": linear, "silu_mul": silu_mul}
+    bind = {op: lambda spec, device: BoundOp(run=runs[spec.op]) for op in runs}
+    bind["linear"] = lambda spec, device: BoundOp(run=linear, pack=lambda w, b: ("packed", w))
+    table = table_of(fake("parts", list(runs), bind=bind))
+    spec = spec_of("fused_linear", dtype="bfloat16", in_features=16, out_features=8, **fused)
+    bound, pack = table.bind_linear(spec)
+    generator = torch.Generator().manual_seed(3)
+    x, weight, norm_weight, residual = (
+        torch.randn(shape, generator=generator).bfloat16()
+        for shape in ((3, 16), (8, 16), (16,), (3, spec.out_columns))
+    )
+    wanted = x
+    if spec.rms_norm:
+        wanted = norm(x, norm_weight, eps=1e-5, out=torch.empty_like(x))
+    wanted = (wanted.double() @ weight.double().t()).bfloat16()
+    if spec.silu_mul:
+        wanted = silu_mul(wanted, out=torch.empty_like(residual))
+    if spec.add:
+        wanted = residual + wanted
+    arguments = {"norm_weight": norm_weight, "eps": 1e-5} if spec.rms_norm else {}
+    if spec.add:
+        arguments["residual"] = residual
+    out = residual if alias else torch.empty_like(residual)
+    assert bound.run(x, pack(weight, None), **arguments, out=out) is out
+    assert torch.equal(out, wanted)
+    assert given[0][0] == "packed"
+    assert given[0][1] is weight

@@ -26,11 +26,33 @@ def test_every_op_has_a_spec_a_protocol_and_a_name():
     assert all(SPECS[op].op == op for op in OPS)
 
 
-@pytest.mark.parametrize(("op", "parts"), COMPOSITES.items())
-def test_every_field_of_a_part_is_a_field_of_its_composite(op, parts):
-    whole = {f.name for f in fields(SPECS[op])}
-    for part in parts:
-        assert {f.name for f in fields(SPECS[part])} <= whole
+@pytest.mark.parametrize("op", OPS)
+def test_a_composite_is_one_that_has_parts(op):
+    found = [part.op for part in spec_of(op).parts()]
+    assert bool(found) == (op in COMPOSITES)
+    assert set(found) <= set(COMPOSITES.get(op, ()))
+
+
+@pytest.mark.parametrize(
+    ("fused", "parts"),
+    [
+        ({}, ["linear"]),
+        ({"rms_norm": True}, ["rms_norm", "linear"]),
+        ({"add": True}, ["linear"]),
+        ({"silu_mul": True, "bias": True}, ["linear", "silu_mul"]),
+        ({"rms_norm": True, "silu_mul": True, "max_rows": 8}, ["rms_norm", "linear", "silu_mul"]),
+    ],
+)
+def test_the_parts_of_a_fused_product_follow_from_its_spec(fused, parts):
+    whole = spec_of("fused_linear", dtype="bfloat16", batch_invariant=True, **fused)
+    own = {"dtype": "bfloat16", "batch_invariant": True}
+    of_product = {name: fused[name] for name in ("bias", "max_rows") if name in fused}
+    wanted = {
+        "rms_norm": spec_of("rms_norm", **own, hidden_size=64),
+        "linear": spec_of("linear", **own, **of_product),
+        "silu_mul": spec_of("silu_mul", **own, intermediate_size=16),
+    }
+    assert list(whole.parts()) == [wanted[op] for op in parts]
 
 
 def test_attention_has_all_of_its_fields_from_the_first_version():
@@ -72,6 +94,9 @@ def test_a_neutral_value_said_aloud_makes_the_same_spec(op, said):
         ("rope", {"head_dim": 15}, "rotary_dim 15 must be even"),
         ("rope", {"rotary_dim": 32}, "at most head_dim 16"),
         ("kv_write", {"block_size": 24}, "block_size 24 is not a power of two"),
+        ("fused_linear", {"silu_mul": True, "add": True}, "silu_mul and add are both asked for"),
+        ("fused_linear", {"silu_mul": True, "out_features": 5}, "out_features 5 is odd"),
+        ("fused_linear", {"add": True, "out_dtype": "bfloat16"}, "out_dtype bfloat16 does not go"),
         ("attention_prefill", {"num_heads": 33}, "33 query heads cannot be shared out among 2"),
     ],
 )

@@ -202,6 +202,33 @@ def _linear(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec, C
         yield spec(dtype=name, in_features=width, out_features=s.width, max_rows=most), call
 
 
+def _fused_linear(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec, Call]]:
+    """As in a decoder layer: qkv, o or down, gate and up."""
+    spec: Any = SPECS["fused_linear"]
+    kinds = ({"rms_norm": True}, {"add": True}, {"rms_norm": True, "silu_mul": True})
+    for fused, width, rows in itertools.product(kinds, (s.hidden, 8 * s.hidden), s.rows):
+        bound_for = spec(
+            dtype=name, in_features=width, out_features=2 * s.width, max_rows=8, **fused
+        )
+        x, weight = (torch.randn(n, width).to(dtype) for n in (rows, 2 * s.width))
+        given = {"out": torch.zeros(rows, bound_for.out_columns, dtype=dtype)}
+        if bound_for.rms_norm:
+            given |= {"norm_weight": torch.ones(width, dtype=dtype), "eps": 1e-5}
+        if bound_for.add:
+            given["residual"] = given["out"]
+
+        def call(
+            bound: BoundOp,
+            x: torch.Tensor = x,
+            weight: torch.Tensor = weight,
+            given: dict[str, Any] = given,
+        ) -> object:
+            packed = (weight, None) if bound.pack is None else bound.pack(weight, None)
+            return _prepared(bound, step(1, s)).run(x, packed, **given)
+
+        yield bound_for, call
+
+
 def _argmax(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec, Call]]:
     logits, out = torch.randn(s.tokens, s.vocab).to(dtype), torch.empty(s.tokens, dtype=torch.int64)
     spec: Any = SPECS["argmax"]

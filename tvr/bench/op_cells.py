@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tvr.bench.cells import RowsCell
 from tvr.conformance.tensors import torch_dtype
 from tvr.contract import (
     AddRmsNormSpec,
     ArgmaxSpec,
+    FusedLinearSpec,
     KvWriteSpec,
     LinearSpec,
     OpSpec,
@@ -27,6 +29,14 @@ HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 64, 16
 #: (in_features, out_features) of qkv, o, gate_up, down and the LM head.
 LINEARS = ((2048, 3072), (2048, 2048), (2048, 16384), (8192, 2048), (2048, 128256))
 
+#: The same of a decoder layer's, and what each has fused with it.
+FUSED: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    (2048, 3072, {"rms_norm": True}),
+    (2048, 2048, {"add": True}),
+    (2048, 16384, {"rms_norm": True, "silu_mul": True}),
+    (8192, 2048, {"add": True}),
+)
+
 #: What `prepare_step` reads and writes of a sequence, its block ids left out: 12 bytes from the
 #: host, its last token, and five numbers.
 PREPARED_BYTES = 12 + 8 + 4 * 8 + 4
@@ -36,14 +46,15 @@ NUM_TOP = 5
 
 #: Ops whose large cell is given in megabytes.
 ELEMENTWISE = ("rms_norm", "add_rms_norm", "rope", "kv_write", "rope_kv_write", "silu_mul")
-OPS = (*ELEMENTWISE, "linear", "argmax", "prepare_step", "sample", "top_logprobs")
+OPS = (*ELEMENTWISE, "linear", "fused_linear", "argmax", "prepare_step", "sample", "top_logprobs")
 
 ROWS = (1, 8, 64, 256)
 LINEAR_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+FUSED_ROWS = LINEAR_ROWS[:4]
 MEGABYTES = 256
 
 CPU_ROWS = (1, 8)
-CPU_LINEARS = LINEARS[:2]
+CPU_LINEARS, CPU_FUSED = LINEARS[:2], FUSED[:2]
 CPU_MEGABYTES = 1
 
 
@@ -58,7 +69,7 @@ def op_cells(
     """Return the cells of `ops`.
 
     Args:
-        rows: None: those of a decode step; `linear` has its own.
+        rows: None: those of a decode step; products have their own.
         megabytes: of the large cell of each elementwise op; 0: none; None: as usual.
         on_cpu: whether to be content with less.
     """
@@ -66,12 +77,16 @@ def op_cells(
         rows = rows or CPU_ROWS
     if megabytes is None:
         megabytes = CPU_MEGABYTES if on_cpu else MEGABYTES
-    shapes = CPU_LINEARS if on_cpu else LINEARS
+    shapes, fused = (CPU_LINEARS, CPU_FUSED) if on_cpu else (LINEARS, FUSED)
     cells = []
     for op in ops:
         if op == "linear":
             counts = rows or LINEAR_ROWS
             cells += [_linear(dtype, n, *shape) for shape in shapes for n in counts]
+            continue
+        if op == "fused_linear":
+            counts = rows or FUSED_ROWS
+            cells += [_fused(dtype, n, *product) for product in fused for n in counts]
             continue
         cells += [_rows_cell(op, dtype, n) for n in rows or ROWS]
         if megabytes and op in ELEMENTWISE:
@@ -87,6 +102,21 @@ def _linear(dtype: str, rows: int, n_in: int, n_out: int) -> RowsCell:
         num_bytes=(n_in * n_out + rows * (n_in + n_out)) * size,
         num_flops=2 * rows * n_in * n_out,
         shape=(("in_features", n_in), ("out_features", n_out)),
+    )
+
+
+def _fused(dtype: str, rows: int, n_in: int, n_out: int, fused: dict[str, Any]) -> RowsCell:
+    spec = FusedLinearSpec(
+        dtype=dtype, in_features=n_in, out_features=n_out, max_rows=rows, **fused
+    )
+    # The residual is read besides.
+    elements = n_in * n_out + rows * (n_in + spec.out_columns * (1 + spec.add))
+    return RowsCell(
+        spec=spec,
+        rows=rows,
+        num_bytes=elements * torch_dtype(dtype).itemsize,
+        num_flops=2 * rows * n_in * n_out,
+        shape=(("in_features", n_in), ("out_features", n_out), *((name, 1) for name in fused)),
     )
 
 

@@ -13,6 +13,7 @@ from tvr.conformance.tensors import torch_dtype
 from tvr.contract import (
     AddRmsNormSpec,
     ArgmaxSpec,
+    FusedLinearSpec,
     KvWriteSpec,
     LinearSpec,
     PrepareStepSpec,
@@ -77,6 +78,15 @@ def op_calls(cell: RowsCell, buffers: Buffers, num_sets: int) -> list[Call]:
             shared = {"slot_mapping": _slots(rows, cell.spec.block_size, buffers)}
         case SiluMulSpec(intermediate_size=n):
             own = {"x": normal("x", rows, 2 * n), "out": empty("out", rows, n)}
+        case FusedLinearSpec(in_features=n_in, out_features=n_out):
+            own = {"x": normal("x", rows, n_in), "weight": normal("weight", n_out, n_in)}
+            own["out"] = empty("out", rows, cell.spec.out_columns)
+            shared = {"bias": None, "norm_weight": None, "eps": EPS, "residual": None}
+            if cell.spec.rms_norm:
+                shared["norm_weight"] = buffers.normal("norm_weight", (n_in,), dtype)
+            if cell.spec.add:
+                own["residual"] = normal("residual", rows, n_out)
+                del shared["residual"]
         case LinearSpec(in_features=n_in, out_features=n_out):
             own = {"x": normal("x", rows, n_in), "weight": normal("weight", n_out, n_in)}
             own["out"] = empty("out", rows, n_out)

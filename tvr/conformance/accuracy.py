@@ -13,6 +13,7 @@ from tvr.conformance.checks_dense import (
     check_largest_logit_wins,
     check_product_matches_oracle,
 )
+from tvr.conformance.checks_fused import check_fused_parts_round_one_by_one
 from tvr.conformance.checks_kv import check_rows_are_stored_bit_equal
 from tvr.conformance.checks_logprobs import check_logprobs_match_oracle
 from tvr.conformance.checks_norm import (
@@ -40,6 +41,7 @@ _CLAIMS = {
     "attention_prefill": (check_output_matches_oracle,),
     "silu_mul": (check_gate_comes_first,),
     "linear": (check_product_matches_oracle,),
+    "fused_linear": (check_fused_parts_round_one_by_one,),
     "argmax": (check_largest_logit_wins,),
     "prepare_step": (check_step_is_made_from_its_rows, check_new_blocks_enter_both_tables),
     "sample": (check_token_is_the_one_asked_for, check_choice_is_kept),

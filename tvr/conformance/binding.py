@@ -12,7 +12,7 @@ import torch
 from tvr.conformance.ledger import CheckFailed
 from tvr.conformance.row_tables import as_run_takes_them
 from tvr.conformance.workspace import Workspace
-from tvr.contract import PROTOCOLS, BoundOp, Bounds, StepMeta
+from tvr.contract import PROTOCOLS, BoundOp, Bounds, LinearSpec, StepMeta
 
 if TYPE_CHECKING:
     from tvr.conformance.subject import Call
@@ -53,7 +53,7 @@ class Binding:
     def prepare(self, call: Call) -> Callable[[], object]:
         """Return a function that runs `call`, all that is done once at load being done."""
         op, args = call.spec.op, as_run_takes_them(call.args)
-        if op == "linear":
+        if isinstance(call.spec, LinearSpec):
             pair = args.pop("weight"), args.pop("bias")
             args["packed"] = pair if self.bound.pack is None else self.bound.pack(*pair)
         parameters = list(inspect.signature(PROTOCOLS[op].__call__).parameters.values())[1:]

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from tvr.conformance.case import LEVELS, Case
+from tvr.conformance.cases_fused import fused_cases
 from tvr.conformance.model_cases import engine_cases
 from tvr.conformance.model_spec import ENGINE
 from tvr.contract import (
@@ -187,6 +188,7 @@ def _cases_of(op: str) -> tuple[Case, ...]:
         _batch_invariant_cases(),
         _many_rows_cases(),
         _row_table_cases(),
+        fused_cases(),
     )
     return tuple(case for case in every if case.op == op)
 

@@ -14,6 +14,7 @@ from tvr.contract import (
     AddRmsNormSpec,
     ArgmaxSpec,
     AttentionSpec,
+    FusedLinearSpec,
     KvWriteSpec,
     LinearSpec,
     PrepareStepSpec,
@@ -72,6 +73,13 @@ def make_call(case: Case, device: torch.device) -> Call:
             args |= _cache_args(case.spec, rows, g, device)
         case SiluMulSpec(intermediate_size=n):
             args = {"x": 3 * normal(rows, 2 * n), "out": empty(rows, n)}
+        case FusedLinearSpec(in_features=n_in, out_features=n_out, rms_norm=norm, add=add):
+            args = {"x": normal(rows, n_in), "weight": normal(n_out, n_in)}
+            args["bias"] = normal(n_out) if case.spec.bias else None
+            args |= {"norm_weight": 1 + normal(n_in) / 4 if norm else None, "eps": EPS}
+            args["residual"] = normal(rows, n_out) if add else None
+            out_dtype = torch_dtype(case.spec.out_dtype or case.spec.dtype)
+            args["out"] = empty(rows, case.spec.out_columns).to(out_dtype)
         case LinearSpec(in_features=n_in, out_features=n_out, bias=bias, out_dtype=out_dtype):
             args = {"x": normal(rows, n_in), "weight": normal(n_out, n_in)}
             args["bias"] = normal(n_out) if bias else None

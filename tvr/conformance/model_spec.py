@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tvr.contract import (
-    COMPOSITES,
-    SPECS,
     AddRmsNormSpec,
     ArgmaxSpec,
     AttentionDecodeSpec,
@@ -93,10 +91,7 @@ def bound_specs(spec: ModelSpec) -> list[OpSpec]:
 def op_specs(spec: ModelSpec) -> list[OpSpec]:
     """Return every spec with a share in this model: those bound, and the parts of composites."""
     bound = bound_specs(spec)
-    parts = [(SPECS[op], whole) for whole in bound for op in COMPOSITES.get(whole.op, ())]
-    return bound + [
-        cls(**{f.name: getattr(whole, f.name) for f in fields(cls)}) for cls, whole in parts
-    ]
+    return list(dict.fromkeys([*bound, *(part for whole in bound for part in whole.parts())]))
 
 
 def why_not_model(spec: ModelSpec, why_not: Callable[[OpSpec], list[str]]) -> list[str]:

@@ -25,7 +25,7 @@ from tvr.conformance.record import Record
 from tvr.conformance.shadow_file import save
 from tvr.conformance.snapshot import Snapshot, call_of, take
 from tvr.conformance.subject import Subject
-from tvr.contract import BoundOp, matching_box
+from tvr.contract import BoundOp, LinearSpec, matching_box
 from tvr.errors import ConfigError, OpFault
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Packed(NamedTuple):
-    """The weight of a `linear` as its backend wants it, and as the reference does."""
+    """The weight of a product as its backend wants it, and as the reference does."""
 
     own: Any
     weight: Tensor
@@ -122,7 +122,7 @@ class Shadow:
         place = Place(
             site=site, backend=backend, spec=spec, bound=bound, rounding=box.norm_rounding
         )
-        pack = partial(_pack, bound) if spec.op == "linear" else None
+        pack = partial(_pack, bound) if isinstance(spec, LinearSpec) else None
         return BoundOp(run=partial(self._run, place), pack=pack)
 
     def start(self, bounds: Bounds) -> None:
@@ -181,7 +181,7 @@ class Shadow:
         return "; ".join(reasons) or "no other backend served an op; see `tvr backends --explain`"
 
     def _run(self, place: Place, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        packed = args[1] if place.spec.op == "linear" else None
+        packed = args[1] if isinstance(place.spec, LinearSpec) else None
         own = args if packed is None else (args[0], packed.own)
         if self._step is None:  # the engine measures its memory
             return place.bound.run(*own, **kwargs)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _CACHES = ("k_cache", "v_cache")
 
 #: Large, and not the business of any op to write: neither copied nor looked at afterwards.
-_CONSTANTS = frozenset({"weight", "bias", "cos_sin_cache"})
+_CONSTANTS = frozenset({"weight", "bias", "norm_weight", "cos_sin_cache"})
 
 
 @dataclass(frozen=True, kw_only=True)

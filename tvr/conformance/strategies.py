@@ -132,7 +132,7 @@ def _spec(draw: Draw, op: str, box: Box, reach: Reach) -> OpSpec:
         facts["num_top"] = draw(_whole(1, min(vocab, MAX_NUM_TOP)))
     elif spec_type is PrepareStepSpec:
         facts["block_size"] = draw(st.sampled_from(box.block_sizes or BLOCK_SIZES))
-    elif spec_type is LinearSpec:
+    elif issubclass(spec_type, LinearSpec):
         facts |= {"in_features": draw(eights)}
         facts |= {"out_features": draw(width), "max_rows": box.max_rows}
     else:
@@ -163,6 +163,9 @@ def _fields(draw: Draw, spec_type: type[OpSpec], box: Box, facts: dict[str, Any]
         "return_lse": (False, True),
         "max_splits": (None, 1, 2, 7),
         "bias": (False, True),
+        "rms_norm": (False, True),
+        "silu_mul": (False, True),
+        "add": (False, True),
         "rotary_dim": (None, half_rotary),
         "batch_invariant": (False, True),
     }

@@ -45,6 +45,7 @@ WRITES: dict[str, tuple[str, ...]] = {
     "attention_prefill": ("out", "lse"),
     "silu_mul": ("out",),
     "linear": ("out",),
+    "fused_linear": ("out",),
     "argmax": ("out",),
     "prepare_step": (
         *("input_ids", "positions", "rows", "slot_mapping", "seq_lens", "step_block_table"),
@@ -67,7 +68,7 @@ class Call:
 
     Attributes:
         spec: what the op is bound for.
-        args: everything `run` is given, by name; for `linear` `weight` and `bias` instead of
+        args: everything `run` is given, by name; for products `weight` and `bias` instead of
             `packed`, for `sample` each of its `tables`.
     """
 

@@ -27,6 +27,7 @@ from tvr.conformance.fault import (
     first_part_off,
     same_bits,
 )
+from tvr.conformance.fused_range import fused_range
 from tvr.conformance.tensors import dtype_name, torch_dtype
 from tvr.contract import LOGPROB_FLOOR, AttentionSpec
 
@@ -198,6 +199,14 @@ def _linear(t: Comparison) -> Fault | None:
     return judge(wanted, oracle.low_precision_linear(x, weight, bias, found.dtype))
 
 
+def _fused_linear(t: Comparison) -> Fault | None:
+    found = t.found["out"]
+    right = fused_range(t.call, t.rounding)
+    below, above = right.wanted - right.low, right.high - right.wanted
+    limit = torch.where(found.double() < right.wanted, below, above)
+    return first_off("out", found, right.wanted, limit, t.reference["out"])
+
+
 def _attention(t: Comparison) -> Fault | None:
     edges = t.call["step"].cu_seqlens_q.tolist()
     for s, (start, end) in enumerate(pairwise(edges)):
@@ -276,6 +285,7 @@ _JUDGES: dict[str, Callable[[Comparison], Fault | None]] = {
     "attention_prefill": _attention,
     "silu_mul": _silu_mul,
     "linear": _linear,
+    "fused_linear": _fused_linear,
     "argmax": _argmax,
     "prepare_step": _prepare_step,
     "sample": _sample,

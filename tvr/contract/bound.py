@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tvr.contract.protocols import PROTOCOLS
+from tvr.contract.specs import SPECS, LinearSpec
 from tvr.errors import PluginLoadError
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ class BoundOp:
         workspace_bytes: bytes of workspace for the given bounds.
         attach: given the workspace ([n] uint8, zeroed, 256-byte aligned, fixed address) once,
             before the first `plan` or `run`. Needed with `workspace_bytes`.
-        pack: `linear` only: turn `weight` [out, in] and `bias` ([out] or None) into the opaque
-            `packed` that `run` is given. None: the pair `(weight, bias)`.
+        pack: `linear` and `fused_linear` only: turn `weight` [out, in] and `bias` ([out] or None)
+            into the opaque `packed` that `run` is given. None: the pair `(weight, bias)`.
     """
 
     run: Callable[..., Any]
@@ -85,8 +86,8 @@ def check_bound(op: str, bound: object) -> BoundOp:
         )
     if (bound.workspace_bytes is None) != (bound.attach is None):
         raise PluginLoadError(f"{op}: workspace_bytes and attach must be given together")
-    if bound.pack is not None and op != "linear":
-        raise PluginLoadError(f"{op}: pack is for linear only")
+    if bound.pack is not None and not issubclass(SPECS[op], LinearSpec):
+        raise PluginLoadError(f"{op}: pack is for linear and fused_linear only")
     for name, args in (("plan", 1), ("workspace_bytes", 1), ("attach", 1), ("pack", 2)):
         function = getattr(bound, name)
         if function is not None:

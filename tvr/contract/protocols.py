@@ -128,6 +128,26 @@ class Linear(Protocol):
     def __call__(self, x: Tensor, packed: Any, *, out: Tensor) -> Tensor: ...  # noqa: ANN401
 
 
+class FusedLinear(Protocol):
+    """`Linear`, of the norm of x, and with what comes behind it, as the spec says.
+
+    x [T, in]; packed: what `pack` returned; out [T, out], or [T, out / 2] with `silu_mul`.
+    norm_weight [in] and eps are given with `rms_norm`, residual [T, out] with `add`: out may be
+    residual itself.
+    """
+
+    def __call__(
+        self,
+        x: Tensor,
+        packed: Any,  # noqa: ANN401
+        *,
+        norm_weight: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+        out: Tensor,
+    ) -> Tensor: ...
+
+
 class Argmax(Protocol):
     """logits [T, vocab]; out [T] int64: lowest id of the largest; -1 for a row with a NaN."""
 
@@ -207,6 +227,7 @@ PROTOCOLS: dict[str, type] = {
     "attention_prefill": AttentionPrefill,
     "silu_mul": SiluMul,
     "linear": Linear,
+    "fused_linear": FusedLinear,
     "argmax": Argmax,
     "prepare_step": PrepareStep,
     "sample": Sample,

@@ -9,7 +9,7 @@ heard of the field may serve a spec in which it is neutral, and is passed over o
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tvr.errors import ConfigError
 
@@ -61,6 +61,10 @@ class OpSpec:
             if getattr(self, name, None) == self.dtype:
                 object.__setattr__(self, name, None)
 
+    def parts(self) -> tuple[OpSpec, ...]:
+        """Return the specs of the ops that a composite is made of, in calling order; else none."""
+        return ()
+
     def non_neutral(self) -> dict[str, object]:
         """Return the fields that differ from their neutral value, by name."""
         return {
@@ -84,6 +88,9 @@ class AddRmsNormSpec(RmsNormSpec):
     """`residual_out = x + residual`, rounded, then `rms_norm` of it."""
 
     op: ClassVar[str] = "add_rms_norm"
+
+    def parts(self) -> tuple[OpSpec, ...]:
+        return (_part(RmsNormSpec, self),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +139,9 @@ class RopeKvWriteSpec(RopeSpec):
 
     block_size: int
     kv_dtype: str | None = None
+
+    def parts(self) -> tuple[OpSpec, ...]:
+        return _part(RopeSpec, self), _part(KvWriteSpec, self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +216,56 @@ class LinearSpec(OpSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FusedLinearSpec(LinearSpec):
+    """`linear`, with what stands before and behind it in a decoder layer in one with it.
+
+    Attributes:
+        rms_norm: x is normed first, rounded as `rms_norm` rounds.
+        silu_mul: the product, rounded, is gate columns then up columns: out is `silu_mul` of it,
+            and has `out_features // 2` columns.
+        add: the product, rounded, is added to a residual, and the sum rounded.
+    """
+
+    op: ClassVar[str] = "fused_linear"
+
+    rms_norm: bool = False
+    silu_mul: bool = False
+    add: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.silu_mul and self.add:
+            raise ConfigError(
+                f"{self.op}: silu_mul and add are both asked for; it does one of them"
+            )
+        if self.silu_mul and self.out_features % 2:
+            raise ConfigError(
+                f"{self.op}: out_features {self.out_features} is odd; with silu_mul half of them "
+                "are the gate's"
+            )
+        if self.out_dtype is not None and (self.silu_mul or self.add):
+            raise ConfigError(
+                f"{self.op}: out_dtype {self.out_dtype} does not go with silu_mul or add, which "
+                f"give {self.dtype}"
+            )
+
+    @property
+    def out_columns(self) -> int:
+        """Columns of out."""
+        return self.out_features // 2 if self.silu_mul else self.out_features
+
+    def parts(self) -> tuple[OpSpec, ...]:
+        own: dict[str, Any] = {"dtype": self.dtype, "batch_invariant": self.batch_invariant}
+        norm = RmsNormSpec(**own, hidden_size=self.in_features)
+        silu_mul = SiluMulSpec(**own, intermediate_size=self.out_columns)
+        return (
+            *((norm,) if self.rms_norm else ()),
+            _part(LinearSpec, self),
+            *((silu_mul,) if self.silu_mul else ()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ArgmaxSpec(OpSpec):
     """Id of the largest logit of each row; `dtype` is that of the logits."""
 
@@ -266,6 +326,7 @@ SPECS: dict[str, type[OpSpec]] = {
         AttentionPrefillSpec,
         SiluMulSpec,
         LinearSpec,
+        FusedLinearSpec,
         ArgmaxSpec,
         PrepareStepSpec,
         SampleSpec,
@@ -274,8 +335,15 @@ SPECS: dict[str, type[OpSpec]] = {
 }
 OPS = tuple(SPECS)
 
-#: Ops made of other ops: served whole, or composed by core from these parts.
+#: Ops made of other ops: served whole, or composed by core from these, or as many of them as
+#: `OpSpec.parts` of a spec has.
 COMPOSITES: dict[str, tuple[str, ...]] = {
     "add_rms_norm": ("rms_norm",),
     "rope_kv_write": ("rope", "kv_write"),
+    "fused_linear": ("rms_norm", "linear", "silu_mul"),
 }
+
+
+def _part(cls: type[OpSpec], whole: OpSpec) -> OpSpec:
+    """Return the spec of a part whose every field is a field of the whole."""
+    return cls(**{f.name: getattr(whole, f.name) for f in fields(cls)})

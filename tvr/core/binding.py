@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tvr.contract import BoundOp, DeviceFacts, OpSpec, check_bound, declared_flags, why_not
 from tvr.core.backend import Backend
-from tvr.core.composites import compose, part_specs
+from tvr.core.composites import compose
 from tvr.core.plugin_checks import BIND, describe
 from tvr.core.plugins import BackendManager
 from tvr.core.streams import on_stream
@@ -137,7 +137,7 @@ class Binder:
         part decides. A pinned part outranks every whole that is not itself pinned.
         """
         pin = self._pins.get(spec.op)
-        parts = part_specs(spec) if pin is None else []
+        parts = spec.parts() if pin is None else ()
         for part in parts:
             if part.op in self._pins:
                 return self._composed(spec, parts, f"{part.op} is pinned to {self._pins[part.op]}")
@@ -153,13 +153,13 @@ class Binder:
                     return self._composed(spec, parts, why)
         raise self._unsupported(spec)
 
-    def _composed(self, spec: OpSpec, specs: list[OpSpec], why: str) -> Binding:
+    def _composed(self, spec: OpSpec, specs: tuple[OpSpec, ...], why: str) -> Binding:
         self._why_composed[spec] = f"{spec.op} is composed of its parts, since {why}"
         parts = tuple(self.settle(part) for part in specs)
         servers = {part.backend for part in parts}
         return Binding(
             spec,
-            compose(spec.op, [part.bound for part in parts]),
+            compose(spec, [part.bound for part in parts]),
             " + ".join(part.backend for part in parts),
             frozenset.intersection(*(part.flags for part in parts)),
             [passed for passed in self._passed_over(spec) if servers != {passed.backend}],

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tvr.contract import COMPOSITES, SPECS, BoundOp, OpSpec
+from tvr.contract import BoundOp, FusedLinearSpec, OpSpec
 
 
-def part_specs(spec: OpSpec) -> list[OpSpec]:
-    """Return the specs of the parts of `spec`, in calling order; empty for a plain op.
+def compose(spec: OpSpec, bound: Sequence[BoundOp]) -> BoundOp:
+    """Return the op of `spec` as calls of its parts, bound in the order of `spec.parts()`.
 
-    Every field of a part is a field of the composite too.
+    They keep their own plans and workspaces.
     """
-    parts = [SPECS[op] for op in COMPOSITES.get(spec.op, ())]
-    return [cls(**{f.name: getattr(spec, f.name) for f in fields(cls)}) for cls in parts]
+    parts = {part.op: op for part, op in zip(spec.parts(), bound, strict=True)}
+    runs = {name: op.run for name, op in parts.items()}
+    if isinstance(spec, FusedLinearSpec):
+        return BoundOp(run=_fused_linear(spec, **runs), pack=parts["linear"].pack)
+    return BoundOp(run=_COMPOSERS[spec.op](**runs))
 
 
-def compose(op: str, parts: list[BoundOp]) -> BoundOp:
-    """Return `op` as calls of its bound `parts`, which keep their own plans and workspaces."""
-    return BoundOp(run=_COMPOSERS[op](*(part.run for part in parts)))
-
-
-def _add_rms_norm(rms_norm: Callable[..., Any]) -> Callable[..., Any]:
+def _add_rms_norm(*, rms_norm: Callable[..., Any]) -> Callable[..., Any]:
     def run(
         x: Tensor,
         residual: Tensor,
@@ -45,7 +42,7 @@ def _add_rms_norm(rms_norm: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _rope_kv_write(rope: Callable[..., Any], kv_write: Callable[..., Any]) -> Callable[..., Any]:
+def _rope_kv_write(*, rope: Callable[..., Any], kv_write: Callable[..., Any]) -> Callable[..., Any]:
     def run(
         q: Tensor,
         k: Tensor,
@@ -62,6 +59,38 @@ def _rope_kv_write(rope: Callable[..., Any], kv_write: Callable[..., Any]) -> Ca
         rope(q, k, positions, cos_sin_cache, q_out=q_out, k_out=k_out)
         kv_write(k_out, v, k_cache, v_cache, slot_mapping)
         return q_out, k_out
+
+    return run
+
+
+def _fused_linear(
+    spec: FusedLinearSpec,
+    *,
+    linear: Callable[..., Any],
+    rms_norm: Callable[..., Any] | None = None,
+    silu_mul: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    def run(
+        x: Tensor,
+        packed: Any,  # noqa: ANN401
+        *,
+        norm_weight: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+        out: Tensor,
+    ) -> Tensor:
+        if rms_norm is not None:
+            x = rms_norm(x, norm_weight, eps=eps, out=torch.empty_like(x))
+        if silu_mul is None and not spec.add:
+            linear(x, packed, out=out)
+            return out
+        product = linear(x, packed, out=x.new_empty(len(x), spec.out_features))
+        if silu_mul is not None:
+            silu_mul(product, out=out)
+        else:
+            assert residual is not None, "the spec asks for it"
+            torch.add(residual, product, out=out)  # elementwise: out may be residual
+        return out
 
     return run
 

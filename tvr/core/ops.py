@@ -235,7 +235,7 @@ class OpTable:
         """Return what the watcher makes of a bound op, of a composed one part by part."""
         assert self._watcher is not None
         if binding.parts:
-            return compose(binding.spec.op, [self._watched(part, site) for part in binding.parts])
+            return compose(binding.spec, [self._watched(part, site) for part in binding.parts])
         return self._watcher.watch(site, binding.backend, binding.spec, binding.bound)
 
     def _take(self, binding: Binding) -> None:

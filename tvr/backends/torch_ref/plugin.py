@@ -13,6 +13,7 @@ from tvr.backends.torch_ref import (
     activation,
     argmax,
     attention,
+    fused_linear,
     kv,
     linear,
     norm,
@@ -31,6 +32,7 @@ from tvr.contract import (
     BoundOp,
     Box,
     DeviceFacts,
+    FusedLinearSpec,
     KvWriteSpec,
     LinearSpec,
     OpSpec,
@@ -60,6 +62,7 @@ def _boxes(*fields: str, cuda_graph: bool) -> list[Box]:
 
 
 _ATTENTION_FIELDS = ("kv_dtype", "window", "softcap", "causal", "return_lse", "max_splits")
+_FUSED_FIELDS = ("bias", "out_dtype", "rms_norm", "silu_mul", "add")
 
 _INFO = BackendInfo(
     name="torch",
@@ -74,6 +77,7 @@ _INFO = BackendInfo(
         "attention_prefill": _boxes(*_ATTENTION_FIELDS, "max_q_len", cuda_graph=False),
         "silu_mul": _boxes(cuda_graph=True),
         "linear": _boxes("bias", "out_dtype", cuda_graph=True),
+        "fused_linear": _boxes(*_FUSED_FIELDS, cuda_graph=True),
         "argmax": _boxes(cuda_graph=True),
         "prepare_step": _boxes(cuda_graph=True),
         "sample": _boxes(cuda_graph=False),
@@ -143,6 +147,11 @@ def tvr_bind_silu_mul(spec: SiluMulSpec, device: DeviceFacts) -> BoundOp | None:
 @hookimpl
 def tvr_bind_linear(spec: LinearSpec, device: DeviceFacts) -> BoundOp | None:
     return linear.bind_linear(spec) if _declared(spec, device) else None
+
+
+@hookimpl
+def tvr_bind_fused_linear(spec: FusedLinearSpec, device: DeviceFacts) -> BoundOp | None:
+    return fused_linear.bind_fused_linear(spec) if _declared(spec, device) else None
 
 
 @hookimpl

@@ -32,6 +32,17 @@ def exp_not_positive(x, EXACT: tl.constexpr):
 
 
 @triton.jit
+def silu_times(gate, up, EXACT: tl.constexpr):
+    """Return silu(gate) * up of fp32 numbers, to a few ulps if EXACT.
+
+    exp(-gate) could overflow. With e = exp(-|gate|), up to 1, silu is gate / (1 + e), and for a
+    negative gate gate * e / (1 + e).
+    """
+    e = exp_not_positive(-tl.abs(gate), EXACT)
+    return tl.where(gate < 0, gate * e, gate) / (1.0 + e) * up
+
+
+@triton.jit
 def silu_mul_kernel(x, out, x_stride, out_stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A program takes BLOCK columns of a row of x [T, 2 * width], which out [T, width] gets.
 
@@ -44,11 +55,8 @@ def silu_mul_kernel(x, out, x_stride, out_stride, width, BLOCK: tl.constexpr, PD
     let_next_start(PDL)
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
-    # exp(-gate) could overflow. With e = exp(-|gate|), up to 1, silu is gate / (1 + e), and for a
-    # negative gate gate * e / (1 + e).
-    e = exp_not_positive(-tl.abs(gate), x.dtype.element_ty == tl.float32)
-    silu = tl.where(gate < 0, gate * e, gate) / (1.0 + e)
-    tl.store(out + row * out_stride + column, (silu * up).to(out.dtype.element_ty), mask=inside)
+    product = silu_times(gate, up, x.dtype.element_ty == tl.float32)
+    tl.store(out + row * out_stride + column, product.to(out.dtype.element_ty), mask=inside)
 
 
 def bind_silu_mul(spec: SiluMulSpec, gpu: Gpu) -> BoundOp:

@@ -29,6 +29,8 @@ BLOCKS: dict[str, frozenset[str]] = {
     "linear_plain": frozenset({"BN", "BK"}),
     "linear_dot": frozenset({"BN", "BK", "PARTS"}),
     "linear_split": frozenset({"BN", "BK", "PROGRAMS"}),
+    "fused_linear_plain": frozenset({"BN", "BK"}),
+    "fused_linear_dot": frozenset({"BN", "BK", "PARTS"}),
     "argmax": frozenset({"BLOCK", "KEYS"}),
     "prepare_step": frozenset({"COLUMNS"}),
     "sample_best": frozenset({"BLOCK"}),

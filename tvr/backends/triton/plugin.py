@@ -17,6 +17,7 @@ from tvr.contract import (
     BoundOp,
     Box,
     DeviceFacts,
+    FusedLinearSpec,
     KvWriteSpec,
     LinearSpec,
     OpSpec,
@@ -53,6 +54,7 @@ OP_MODULES = {
     "attention_prefill": "prefill",
     "silu_mul": "activation",
     "linear": "linear",
+    "fused_linear": "fused_linear",
     "argmax": "argmax",
     "prepare_step": "prepare_step",
     "sample": "sample",
@@ -110,6 +112,9 @@ def backend_info() -> BackendInfo:
                     max_rows=MEDIUM_BATCH_ROWS,
                 ),
             ],
+            "fused_linear": boxes(
+                *("bias", "out_dtype", "rms_norm", "silu_mul", "add"), max_rows=SMALL_BATCH_ROWS
+            ),
             "argmax": boxes(),
             "prepare_step": boxes(),
             "sample": boxes(),
@@ -199,6 +204,11 @@ def tvr_bind_silu_mul(spec: SiluMulSpec, device: DeviceFacts) -> BoundOp | None:
 
 @hookimpl
 def tvr_bind_linear(spec: LinearSpec, device: DeviceFacts) -> BoundOp | None:
+    return _bind(spec, device)
+
+
+@hookimpl
+def tvr_bind_fused_linear(spec: FusedLinearSpec, device: DeviceFacts) -> BoundOp | None:
     return _bind(spec, device)
 
 
