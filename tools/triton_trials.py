@@ -45,10 +45,10 @@ PREFILL_SIZES = ((1, 2048), (1, 8192))
 CPU_SIZES = ((1, 8),)
 
 _HEADS: dict[str, tuple[int, ...]] = {"num_warps": (1, 2, 4), "HEADS": (4, 8, 16, 32)}
-#: What is tried of a kernel, by the name under which it looks itself up: every combination; what is
-#: not named stays. Of other kernels it is each number halved and doubled, or one less and one more.
 _PLAIN = {"num_warps": (4, 8, 16), "BN": (1, 2, 4, 8, 16), "BK": (2048, 4096, 8192)}
 _DOT = {"BN": (8, 16), "BK": (1024, 2048, 4096), "PARTS": (16, 32)}
+#: What is tried of a kernel, by the name under which it looks itself up: every combination; what is
+#: not named stays. Of other kernels it is each number halved and doubled, or one less and one more.
 SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     "attention_decode": {
         "num_warps": (4, 8),

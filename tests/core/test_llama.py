@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,14 +35,18 @@ CONFIG = ModelConfig(
 NUM_PRODUCTS = 4 * CONFIG.num_layers + 1
 
 
-def build(table: WrappedTable, *, batch_invariant: bool = False) -> LlamaForCausalLM:
-    weights = dummy_weights(CONFIG, dtype="float32", device="cpu", seed=0)
+def build(
+    table: WrappedTable, *, batch_invariant: bool = False, dtype: str = "float32"
+) -> LlamaForCausalLM:
+    weights = dummy_weights(CONFIG, dtype=dtype, device="cpu", seed=0)
     return LlamaForCausalLM(
         CONFIG, weights, table, block_size=16, batch_invariant=batch_invariant, max_position=128
     )
 
 
-def counting_table(calls: Counter[str]) -> WrappedTable:
+def counting_table(
+    calls: Counter[str], table: Callable[..., WrappedTable] = WrappedTable
+) -> WrappedTable:
     def wrap(run, spec):
         def counted(*args, **kwargs):
             limit = getattr(spec, "max_rows", None)
@@ -51,7 +56,17 @@ def counting_table(calls: Counter[str]) -> WrappedTable:
         return counted
 
     ops = ("rms_norm", "add_rms_norm", "rope_kv_write", "attention_decode", "attention_prefill")
-    return WrappedTable(dict.fromkeys([*ops, "silu_mul", "linear"], wrap))
+    return table({op: wrap for op in (*ops, "silu_mul", "linear", "fused_linear")})
+
+
+class Unfused(WrappedTable):
+    """A table in which no backend serves a product whole that has one of `parts` fused with it."""
+
+    parts: frozenset[str] = frozenset({"rms_norm", "add"})
+
+    def serves_whole(self, spec, *, instead_of):
+        fused = {name for name in ("rms_norm", "silu_mul", "add") if getattr(spec, name)}
+        return not self.parts & fused and super().serves_whole(spec, instead_of=instead_of)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +81,53 @@ def counting_table(calls: Counter[str]) -> WrappedTable:
 )
 def test_products_go_by_row_count_to_the_op_bound_for_it(num_rows, op):
     calls: Counter[str] = Counter()
-    run = PagedRun(build(counting_table(calls)))
+    run = PagedRun(build(counting_table(calls, Unfused)))
     ids = [i % CONFIG.vocab_size for i in range(num_rows)]
     run.step(prefill={i: ids[i : i + 100] for i in range(0, num_rows, 100)})
-    assert {k: n for k, n in calls.items() if k.startswith("linear")} == {op: NUM_PRODUCTS}
+    assert {k: n for k, n in calls.items() if "linear" in k} == {op: NUM_PRODUCTS}
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_few_rows_of_a_layer_take_four_products_rope_and_attention(num_rows):
+    calls: Counter[str] = Counter()
+    run = PagedRun(build(counting_table(calls)))
+    run.step(prefill={i: [i] for i in range(num_rows)})
+    calls.clear()
+    run.step(decode={i: i for i in range(num_rows)})
+    layers = CONFIG.num_layers
+    assert calls == {
+        "fused_linear<=8": 4 * layers,
+        "rope_kv_write": layers,
+        "attention_decode": layers,
+        "rms_norm": 1,
+        "linear<=8": 1,  # the LM head's
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "parts", [{"rms_norm", "add"}, {"rms_norm"}, {"silu_mul"}, {"add"}], ids="-".join
+)
+def test_what_is_fused_changes_no_bit_of_the_reference(parts, dtype, monkeypatch):
+    """Any of a layer's products may be fused, whichever others are; in steps of all sizes."""
+    monkeypatch.setattr(Unfused, "parts", frozenset(parts))
+    runs = [PagedRun(build(kind(), dtype=dtype)) for kind in (WrappedTable, Unfused)]
+    steps = [
+        {"prefill": {0: list(range(5)), 1: [7, 8]}},
+        {"prefill": {2: list(range(20))}, "decode": {0: 3}},
+        {"decode": {0: 1, 1: 2, 2: 3}},
+        {"decode": {2: 9}},
+    ]
+    for step in steps:
+        fused, plain = (run.step(**step) for run in runs)
+        for name, logits in fused.items():
+            assert torch.equal(logits, plain[name])
+
+
+def test_a_batch_invariant_model_asks_for_no_fused_product():
+    table = WrappedTable()
+    build(table, batch_invariant=True)
+    assert "fused_linear" not in {spec.op for spec in table.specs}
 
 
 def test_a_mixed_step_calls_each_op_once_a_layer():
@@ -124,7 +182,7 @@ def test_activations_stay_at_one_address_once_the_largest_step_ran():
         return noted
 
     run = PagedRun(build(WrappedTable({"add_rms_norm": wrap})), all_logits=False)
-    for i, length in enumerate([50, 3, 50, 2]):
+    for i, length in enumerate([50, 13, 50, 12]):
         addresses.append(set())
         run.step(prefill={i: list(range(length))})
     assert len(addresses[0]) == 3

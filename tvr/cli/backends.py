@@ -98,7 +98,7 @@ def _specs(model: str | None, config: EngineConfig, device_type: str) -> list[Op
 
 def op_specs(shape: ModelConfig, dtype: str, block_size: int) -> list[OpSpec]:
     """Return one spec for each op of the contract, as a model of `shape` binds it."""
-    from tvr.core.layers import SMALL_BATCH_ROWS
+    from tvr.core.products import SMALL_BATCH_ROWS
     from tvr.core.sampling_params import MAX_LOGPROBS
 
     heads: dict[str, Any] = {

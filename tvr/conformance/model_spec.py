@@ -11,6 +11,7 @@ from tvr.contract import (
     ArgmaxSpec,
     AttentionDecodeSpec,
     AttentionPrefillSpec,
+    FusedLinearSpec,
     LinearSpec,
     OpSpec,
     PrepareStepSpec,
@@ -62,7 +63,10 @@ def batch_invariant(case: Case) -> ModelSpec:
 
 
 def bound_specs(spec: ModelSpec) -> list[OpSpec]:
-    """Return every spec that an engine binds for this model."""
+    """Return every spec that an engine binds for this model.
+
+    The fused products are those of an engine whose backends serve them whole.
+    """
     own: dict[str, Any] = {"dtype": spec.dtype, "batch_invariant": spec.batch_invariant}
     paged = {
         **own,
@@ -79,6 +83,7 @@ def bound_specs(spec: ModelSpec) -> list[OpSpec]:
         AttentionPrefillSpec(**paged),
         SiluMulSpec(**own, intermediate_size=spec.intermediate_size),
         *_products(spec, own),
+        *_fused_products(spec, own),
         ArgmaxSpec(**own, vocab_size=spec.vocab_size),
         PrepareStepSpec(**own, block_size=spec.block_size),
         SampleSpec(**own, vocab_size=spec.vocab_size),
@@ -117,17 +122,36 @@ def why_not_model(spec: ModelSpec, why_not: Callable[[OpSpec], list[str]]) -> li
 
 
 def _products(spec: ModelSpec, own: dict[str, Any]) -> list[OpSpec]:
+    limits = (None,) if spec.batch_invariant else (None, *ROW_LIMITS)
+    return [
+        LinearSpec(**own, in_features=n_in, out_features=n_out, max_rows=max_rows)
+        for n_in, n_out in (*_layer_sizes(spec), (spec.hidden_size, spec.vocab_size))
+        for max_rows in limits
+    ]
+
+
+def _fused_products(spec: ModelSpec, own: dict[str, Any]) -> list[OpSpec]:
+    """Return what few rows of a layer go to; a batch-invariant model has one op a product."""
+    if spec.batch_invariant:
+        return []
+    add: dict[str, Any] = {"add": True}
+    norm: dict[str, Any] = {"rms_norm": True}
+    return [
+        FusedLinearSpec(
+            **own, in_features=n_in, out_features=n_out, max_rows=ROW_LIMITS[0], **fused
+        )
+        for (n_in, n_out), fused in zip(
+            _layer_sizes(spec), (norm, add, norm | {"silu_mul": True}, add), strict=True
+        )
+    ]
+
+
+def _layer_sizes(spec: ModelSpec) -> list[tuple[int, int]]:
+    """Return in and out features of a layer's products: qkv, o, gate and up, down."""
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    sizes = [
+    return [
         (spec.hidden_size, q_size + 2 * kv_size),
         (q_size, spec.hidden_size),
         (spec.hidden_size, 2 * spec.intermediate_size),
         (spec.intermediate_size, spec.hidden_size),
-        (spec.hidden_size, spec.vocab_size),
-    ]
-    limits = (None,) if spec.batch_invariant else (None, *ROW_LIMITS)
-    return [
-        LinearSpec(**own, in_features=n_in, out_features=n_out, max_rows=max_rows)
-        for n_in, n_out in sizes
-        for max_rows in limits
     ]

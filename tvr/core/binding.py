@@ -98,6 +98,20 @@ class Binder:
             self._settled[spec] = self._decide(spec)
         return self._settled[spec]
 
+    def serves_whole(self, spec: OpSpec, instead_of: OpSpec) -> bool:
+        """Return whether one backend serves `spec`, ranked no lower than any of `instead_of`.
+
+        Raises:
+            UnsupportedSpec: the one that `spec` is pinned to does not serve it.
+        """
+        try:
+            whole, other = self.settle(spec), self.settle(instead_of)
+        except UnsupportedSpec:
+            if spec.op in self._pins:
+                raise
+            return False
+        return not whole.parts and self._rank(whole) <= self._rank(other)
+
     def explain(self, spec: OpSpec) -> dict[str, Any]:
         """Return who serves `spec` and why others do not; see `OpTable.explain_ops`."""
         served_by, error = None, None
@@ -152,6 +166,14 @@ class Binder:
                     why = f"{backend.name}, which ranks higher, serves {part.op}"
                     return self._composed(spec, parts, why)
         raise self._unsupported(spec)
+
+    def _rank(self, binding: Binding) -> int:
+        """Return the place of the best-ranked backend that has a share in `binding`."""
+        names = [backend.name for backend in self._ranked]
+        return min(
+            -1 if part.spec.op in self._pins else names.index(part.backend)
+            for part in binding.parts or (binding,)
+        )
 
     def _composed(self, spec: OpSpec, specs: tuple[OpSpec, ...], why: str) -> Binding:
         self._why_composed[spec] = f"{spec.op} is composed of its parts, since {why}"

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from tvr.core.buffers import Buffers
+from tvr.core.build_context import BuildContext
 from tvr.core.config import ModelConfig
 from tvr.core.kv_cache import KVCache
-from tvr.core.layers import MLP, Attention, BuildContext, Linear, RMSNorm
-from tvr.core.parameters import LayerWeights, LinearWeights, Weights
+from tvr.core.layers import DecoderLayer
+from tvr.core.parameters import LinearWeights, Weights
+from tvr.core.products import Linear
 from tvr.core.rope import build_cos_sin_cache
+from tvr.core.stream import RMSNorm, Stream
 
 if TYPE_CHECKING:
     from tvr.core.batch import ForwardBatch
@@ -91,21 +94,22 @@ class LlamaForCausalLM:
     def run_layers(self, batch: ForwardBatch, kv_cache: KVCache) -> None:
         """Compute the hidden states of a step's tokens, which stay here until the next step."""
         buffers = self._buffers_for(len(batch.input_ids))
-        torch.index_select(self._embedding, 0, batch.input_ids, out=buffers.residual)
-        for idx, layer in enumerate(self._layers):
-            layer(batch, kv_cache.layers[idx], buffers, is_first=idx == 0)
+        x = _stream(buffers, has_delta=False)
+        torch.index_select(self._embedding, 0, batch.input_ids, out=x.residual)
+        for layer, kv in zip(self._layers, kv_cache.layers, strict=True):
+            layer(x, batch, kv, buffers)
 
     @torch.inference_mode()
     def last_norm(self, num_tokens: int, rows: Tensor | None) -> Tensor:
         """Return the normed hidden states [R, hidden] of `rows`, of a step of so many tokens."""
-        buffers = self._buffers_for(num_tokens)
-        # The residual stream, and what this norm adds to it: [T, hidden] each.
-        residual, delta, out = buffers.residual, buffers.delta, buffers.normed
+        # As `run_layers` has left it, which may have been in a graph.
+        has_delta = not self._layers[-1].adds_at_once(num_tokens)
+        x = _stream(self._buffers_for(num_tokens), has_delta=has_delta)
         if rows is not None:  # only these rows go on, so only they are normed
-            residual, delta = residual[rows], delta[rows]  # [R, hidden]
-            out = torch.empty_like(residual)
-        self._norm.add(delta, residual, out=out)
-        return out
+            x.residual = x.residual[rows]  # [R, hidden]
+            x.delta = x.delta[rows] if has_delta else x.delta
+            x.normed = torch.empty_like(x.residual)
+        return x.normed_by(self._norm)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -126,36 +130,10 @@ class LlamaForCausalLM:
         return self._buffers.first(num_tokens)
 
 
-class DecoderLayer:
-    """Attention, then MLP, each behind a norm and added to the residual stream."""
-
-    def __init__(self, ctx: BuildContext, weights: LayerWeights, cos_sin_cache: Tensor) -> None:
-        attention = ctx.at("self_attn")
-        self._input_norm = RMSNorm(ctx.at("input_layernorm"), weights.input_norm)
-        self._qkv = Linear(attention.at("qkv_proj"), weights.qkv)
-        self._attention = Attention(attention, cos_sin_cache)
-        self._o = Linear(attention.at("o_proj"), weights.o)
-        self._post_attention_norm = RMSNorm(
-            ctx.at("post_attention_layernorm"), weights.post_attention_norm
-        )
-        self._mlp = MLP(ctx.at("mlp"), weights.gate_up, weights.down)
-
-    def __call__(
-        self,
-        batch: ForwardBatch,
-        kv: tuple[Tensor, Tensor],
-        buffers: Buffers,
-        *,
-        is_first: bool,
-    ) -> None:
-        """Advance `buffers.residual` and `buffers.delta`, whose sum is the stream, by one layer."""
-        b = buffers
-        if is_first:
-            self._input_norm(b.residual, out=b.normed)
-        else:
-            self._input_norm.add(b.delta, b.residual, out=b.normed)
-        self._qkv(b.normed, out=b.qkv)
-        self._attention(b.qkv, batch, kv, out=b.attended)
-        self._o(b.attended, out=b.delta)
-        self._post_attention_norm.add(b.delta, b.residual, out=b.normed)
-        self._mlp(b.normed, gate_up=b.gate_up, product=b.product, out=b.delta)
+def _stream(buffers: Buffers, *, has_delta: bool) -> Stream:
+    return Stream(
+        residual=buffers.residual,
+        delta=buffers.delta,
+        has_delta=has_delta,
+        normed=buffers.normed,
+    )

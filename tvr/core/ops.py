@@ -118,6 +118,16 @@ class OpTable:
         bound = self.bind(spec)
         return bound, bound.pack or _pair
 
+    def serves_whole(self, spec: OpSpec, *, instead_of: OpSpec) -> bool:
+        """Return whether one backend serves a composite, and may do so in place of another op.
+
+        It may unless a better-ranked backend serves that one. Nothing is bound.
+
+        Raises:
+            UnsupportedSpec: the backend that the composite is pinned to does not serve it.
+        """
+        return self._binder.serves_whole(spec, instead_of)
+
     def allocate(self, bounds: Bounds) -> int:
         """Allocate the workspaces of all bound ops, once, and return their bytes.
 
