@@ -29,7 +29,8 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.openapi = lambda: openapi_of(app)  # type: ignore[method-assign]
+    names = service.settings.model_names
+    app.openapi = lambda: openapi_of(app, names)  # type: ignore[method-assign]
     _add_handlers(app)
     _add_generation(app, service)
     _add_rest(app, service)

@@ -54,7 +54,7 @@ def text_length(messages: list[dict[str, Any]]) -> int:
 
 
 _PART = {
-    "type": "object",
+    "type": ["object", "string"],
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
@@ -63,10 +63,10 @@ _MESSAGE = {
     "properties": {
         "role": {"enum": list(_ROLES)},
         "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
-        "name": {"type": "string"},
+        "name": {"type": ["string", "null"]},
     },
     "required": ["role", "content"],
-    "additionalProperties": False,
+    "additionalProperties": {"enum": [None, False, 0, "", [], {}]},
 }
 
 Messages = Annotated[

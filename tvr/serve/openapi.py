@@ -59,7 +59,8 @@ def answers(
     schema = {"type": "string"} if is_text else {"$ref": _REF.format(model=model)}
     content: dict[str, Any] = {model if is_text else "application/json": {"schema": schema}}
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+        content["text/event-stream"] = {"itemSchema": event}
     found: dict[int | str, dict[str, Any]] = {200: {"description": "Answer", "content": content}}
     statuses = {401: "No key, or a wrong one"}
     if body:
@@ -84,8 +85,13 @@ def answers(
     return found
 
 
-def openapi_of(app: FastAPI) -> dict[str, Any]:
-    """Return the document; made once."""
+def openapi_of(app: FastAPI, model_names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the document; made once.
+
+    Args:
+        app: its routes are described.
+        model_names: those that requests may ask for.
+    """
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes
@@ -103,6 +109,11 @@ def openapi_of(app: FastAPI) -> dict[str, Any]:
                 operation["responses"].pop("422", None)
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
+        for request in _REQUESTS:
+            field = schemas[request.__name__]["properties"]["model"]
+            # One that may be left out may be null.
+            given_one = field["anyOf"][0] if "anyOf" in field else field
+            given_one["enum"] = list(model_names)
         document["components"]["securitySchemes"] = {
             "key": {"type": "http", "scheme": "bearer"},
             "password": {"type": "http", "scheme": "basic"},
