@@ -42,8 +42,8 @@ from tvr.core.loader import device_facts
 
 KINDS = ("qkv", "o", "gate_up", "down", "lm_head")
 LAYERS = 16
-ROWS = (1, 8, 16, 32, 64, 128)
-MOST_ROWS = (8, 128)  # as core binds it: one op for all small batches, one for medium ones
+ROWS = (1, 8)
+MOST_ROWS = 8  # as core binds it: one op for all small batches
 BACKENDS = ("triton", "pycuda", "torch")
 TINY_LAYERS, TINY_LINEARS = 2, ((64, 96), (64, 64), (64, 256), (128, 64), (64, 200))
 
@@ -66,10 +66,9 @@ def step_calls(
     own = {"dtype": torch_dtype(dtype), "device": device}
     x = torch.empty(rows, linears[0][0], **own).normal_(generator=generator)
     calls: Kinds = {kind: [] for kind in KINDS}
-    most = next(most for most in MOST_ROWS if rows <= most)
     for kind in [*KINDS[:-1] * layers, KINDS[-1]]:
         n_in, n_out = linears[KINDS.index(kind)]
-        spec = LinearSpec(dtype=dtype, in_features=n_in, out_features=n_out, max_rows=most)
+        spec = LinearSpec(dtype=dtype, in_features=n_in, out_features=n_out, max_rows=MOST_ROWS)
         weight = torch.empty(n_out, n_in, **own).normal_(std=n_in**-0.5, generator=generator)
         out = torch.empty(rows, n_out, **own)
         args = {"x": x[:, :n_in], "weight": weight, "bias": None, "out": out}

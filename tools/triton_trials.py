@@ -65,13 +65,6 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
     "linear_dot": {"num_warps": (4, 8), **_DOT},
     "fused_linear_plain": _PLAIN | {"BN": (2, 4, 8, 16)},  # gate and up in turns need an even one
     "fused_linear_dot": {"num_warps": (4, 8, 16), **_DOT},
-    "linear_split": {
-        "num_warps": (4, 8),
-        "num_stages": (3, 4, 6),
-        "BN": (64, 128),
-        "BK": (64, 128),
-        "PROGRAMS": (1, 2),
-    },
     "silu_mul": {"num_warps": (4, 8), "BLOCK": (1024, 2048, 4096)},
     "rms_norm": {"num_warps": (1, 2, 4, 8, 16)},
     "add_rms_norm": {"num_warps": (1, 2, 4, 8, 16)},

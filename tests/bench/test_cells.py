@@ -79,10 +79,10 @@ def test_elementwise_ops_have_small_cells_and_one_of_so_many_megabytes():
 
 def test_linears_are_those_of_the_model_and_argmax_that_of_its_vocabulary():
     cells = op_cells(["linear"], dtype="bfloat16")
-    assert len(cells) == 8 * len(LINEARS)
+    assert len(cells) == 4 * len(LINEARS)
     one = cells[0]
     assert (one.rows, one.num_flops) == (1, 2 * 2048 * 3072)
     assert one.num_bytes == (2048 * 3072 + 2048 + 3072) * 2
-    assert {cell.spec.max_rows for cell in cells} == {1, 2, 4, 8, 16, 32, 64, 128}
+    assert {cell.spec.max_rows for cell in cells} == {1, 2, 4, 8}
     (*_, last) = op_cells(["argmax"], dtype="float32")
     assert last.num_bytes == 256 * 128256 * 4

@@ -9,8 +9,8 @@ from support.device_lengths import go_by_the_device, rerun
 from support.engines import engine, greedy, prompts_of, save_shape
 from support.graphed import capture_for, roomy
 from tvr import SamplingParams
-from tvr.core.products import Linear
 from tvr.core.ops import OpTable
+from tvr.core.products import Linear
 
 LENGTHS = [5, 40, 1, 33, 16, 17, 64, 3]
 PARAMS = [

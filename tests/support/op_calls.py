@@ -183,10 +183,7 @@ def _silu_mul(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec,
 
 def _linear(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec, Call]]:
     spec: Any = SPECS["linear"]
-    limits = [(rows, 8) for rows in s.rows] + [(16 * rows, 128) for rows in s.rows]
-    for width, (rows, most) in itertools.product((s.hidden, 8 * s.hidden), limits):
-        if most > 8 and dtype == torch.float32:
-            continue  # nothing serves it
+    for width, rows in itertools.product((s.hidden, 8 * s.hidden), s.rows):
         x, weight = (torch.randn(n, width).to(dtype) for n in (rows, s.width))
         out = torch.empty(rows, s.width, dtype=dtype)
 
@@ -199,7 +196,7 @@ def _linear(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec, C
             packed = (weight, None) if bound.pack is None else bound.pack(weight, None)
             return _prepared(bound, step(1, s)).run(x, packed, out=out)
 
-        yield spec(dtype=name, in_features=width, out_features=s.width, max_rows=most), call
+        yield spec(dtype=name, in_features=width, out_features=s.width, max_rows=8), call
 
 
 def _fused_linear(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpSpec, Call]]:

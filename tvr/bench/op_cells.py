@@ -49,7 +49,7 @@ ELEMENTWISE = ("rms_norm", "add_rms_norm", "rope", "kv_write", "rope_kv_write", 
 OPS = (*ELEMENTWISE, "linear", "fused_linear", "argmax", "prepare_step", "sample", "top_logprobs")
 
 ROWS = (1, 8, 64, 256)
-LINEAR_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+LINEAR_ROWS = (1, 2, 4, 8)
 FUSED_ROWS = LINEAR_ROWS[:4]
 MEGABYTES = 256
 

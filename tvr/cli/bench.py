@@ -107,7 +107,7 @@ def ops(
     rows: Annotated[
         str | None,
         typer.Option(
-            metavar="N,N,...", help="Rows. Default: 1, 8, 64 and 256; linear: 1, 2, 4 ... 128."
+            metavar="N,N,...", help="Rows. Default: 1, 8, 64 and 256; linear: 1, 2, 4 and 8."
         ),
     ] = None,
     mb: Annotated[

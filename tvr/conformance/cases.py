@@ -65,17 +65,8 @@ _LOGPROBS = {
 }
 # (rows, in, out, max_rows)
 _LINEARS: dict[str, list[tuple[int, int, int, int | None]]] = {
-    "smoke": [
-        (1, 64, 96, 8),
-        (5, 576, 40, 8),
-        (2, 72, 5, 8),
-        (9, 1152, 40, 128),
-        (64, 72, 96, 128),
-    ],
-    "quick": [
-        *((rows, 1536, 576, None) for rows in (1, 8, 17, 130)),
-        *((rows, 2048, 2560, 128) for rows in (1, 17, 33, 64, 128)),
-    ],
+    "smoke": [(1, 64, 96, 8), (5, 576, 40, 8), (2, 72, 5, 8)],
+    "quick": [(rows, 1536, 576, None) for rows in (1, 8, 17, 130)],
 }
 # (tokens, query heads, KV heads, head_dim, rotary_dim)
 _ROPES: dict[str, list[tuple[int, int, int, int, int | None]]] = {

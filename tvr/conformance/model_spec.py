@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 #: `Check.ops` of the checks that run a model.
 ENGINE = ("engine",)
 
-#: Up to so many rows core gives a product to a `linear` that is bound for no more.
-ROW_LIMITS = (8, 128)
+#: Up to this many rows core gives a product to the `linear` bound for few rows.
+SMALL_BATCH_ROWS = 8
 
 #: Most log-probabilities that core lets a request ask for.
 MOST_LOGPROBS = 20
@@ -122,7 +122,7 @@ def why_not_model(spec: ModelSpec, why_not: Callable[[OpSpec], list[str]]) -> li
 
 
 def _products(spec: ModelSpec, own: dict[str, Any]) -> list[OpSpec]:
-    limits = (None,) if spec.batch_invariant else (None, *ROW_LIMITS)
+    limits = (None,) if spec.batch_invariant else (None, SMALL_BATCH_ROWS)
     return [
         LinearSpec(**own, in_features=n_in, out_features=n_out, max_rows=max_rows)
         for n_in, n_out in (*_layer_sizes(spec), (spec.hidden_size, spec.vocab_size))
@@ -138,7 +138,7 @@ def _fused_products(spec: ModelSpec, own: dict[str, Any]) -> list[OpSpec]:
     norm: dict[str, Any] = {"rms_norm": True}
     return [
         FusedLinearSpec(
-            **own, in_features=n_in, out_features=n_out, max_rows=ROW_LIMITS[0], **fused
+            **own, in_features=n_in, out_features=n_out, max_rows=SMALL_BATCH_ROWS, **fused
         )
         for (n_in, n_out), fused in zip(
             _layer_sizes(spec), (norm, add, norm | {"silu_mul": True}, add), strict=True

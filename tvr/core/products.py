@@ -20,29 +20,25 @@ if TYPE_CHECKING:
     from tvr.core.parameters import LinearWeights
     from tvr.core.stream import RMSNorm, Stream
 
-#: Up to so many rows a product goes to an op that is bound for no more: where the bytes of the
-#: weight are all that counts, and where they still count most.
-SMALL_BATCH_ROWS, MEDIUM_BATCH_ROWS = 8, 128
+#: Up to this many rows a product goes to the op bound for small batches.
+SMALL_BATCH_ROWS = 8
 
 
 class Linear:
-    """`x @ weight.T (+ bias)`, by an op bound for so many rows or some more."""
+    """`x @ weight.T (+ bias)`, by a small-batch op up to `SMALL_BATCH_ROWS` rows."""
 
     def __init__(self, ctx: BuildContext, weights: LinearWeights) -> None:
         spec = LinearSpec(**_shape(ctx, weights))
         self._general = _PackedLinear(ctx, spec, weights)
-        self._small = self._medium = self._general
+        self._small = self._general
         # Two ops round differently, so batch invariance allows only one.
         if not ctx.batch_invariant:
             self._small = _PackedLinear(ctx, replace(spec, max_rows=SMALL_BATCH_ROWS), weights)
-            self._medium = _PackedLinear(ctx, replace(spec, max_rows=MEDIUM_BATCH_ROWS), weights)
 
     def __call__(self, x: Tensor, *, out: Tensor) -> Tensor:
         """x [rows, in], out [rows, out]."""
-        num_rows = len(x)
-        if num_rows <= SMALL_BATCH_ROWS:
-            return self._small(x, out=out)
-        return (self._medium if num_rows <= MEDIUM_BATCH_ROWS else self._general)(x, out=out)
+        op = self._small if len(x) <= SMALL_BATCH_ROWS else self._general
+        return op(x, out=out)
 
 
 class NormedLinear:

@@ -28,7 +28,6 @@ BLOCKS: dict[str, frozenset[str]] = {
     "silu_mul": frozenset({"BLOCK"}),
     "linear_plain": frozenset({"BN", "BK"}),
     "linear_dot": frozenset({"BN", "BK", "PARTS"}),
-    "linear_split": frozenset({"BN", "BK", "PROGRAMS"}),
     "fused_linear_plain": frozenset({"BN", "BK"}),
     "fused_linear_dot": frozenset({"BN", "BK", "PARTS"}),
     "argmax": frozenset({"BLOCK", "KEYS"}),

@@ -25,21 +25,3 @@ def let_next_start(PDL: tl.constexpr):
     """Let the next kernel start as soon as every program of this one has come here or ended."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def fetch_rows(rows, num_elements, PDL: tl.constexpr):
-    """Start bringing `num_elements` 16-bit numbers from each pointer of `rows` on to the L2 cache.
-
-    Each row is a multiple of 16 bytes, from a multiple of 16 on. So a kernel that must wait for its
-    inputs meanwhile has the memory work for it.
-    """
-    if PDL:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;",
-            "=r,l,r",
-            [rows.to(tl.int64), tl.zeros_like(rows.to(tl.int64)).to(tl.int32) + num_elements * 2],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

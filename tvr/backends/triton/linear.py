@@ -1,7 +1,4 @@
-"""The matrix product for up to 8 rows: the weight is read once, as it lies in the checkpoint.
-
-More rows are linear_split.py's.
-"""
+"""The matrix product for up to 8 rows: the weight is read once, as it lies in the checkpoint."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from torch import Tensor
 from tvr.backends.triton.configs import tuned
 from tvr.backends.triton.launch import Config, Gpu, Kernel
 from tvr.backends.triton.linear_kernels import linear_dot_kernel, linear_plain_kernel
-from tvr.backends.triton.linear_split import bind_split_linear
 from tvr.contract import BoundOp, FusedLinearSpec, LinearSpec
 from tvr.errors import KernelError
 
@@ -24,8 +20,6 @@ _PACK = {"float32": 4, "float16": 8, "bfloat16": 8}
 
 
 def bind_linear(spec: LinearSpec, gpu: Gpu) -> BoundOp:
-    if spec.max_rows is None or spec.max_rows > _MOST_ROWS:
-        return bind_split_linear(spec, gpu)
     launch = launcher(spec, gpu)
 
     def run(x: Tensor, packed: tuple[Tensor, Tensor | None], *, out: Tensor) -> Tensor:

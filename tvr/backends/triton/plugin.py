@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tvr.backends.triton.probe import MIN_SM
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-SMALL_BATCH_ROWS, MEDIUM_BATCH_ROWS = 8, 128
+SMALL_BATCH_ROWS = 8
 
 #: The interpreter computes with NumPy, which has no bfloat16: some forms of it give garbage.
 INTERPRETED_DTYPES = ("float32", "float16")
@@ -67,20 +67,12 @@ def backend_info() -> BackendInfo:
 
     flags = frozenset({"deterministic", "batch_invariant"})
 
-    def boxes(
-        *fields: str,
-        dtypes: Sequence[str] = DTYPES,
-        flags: frozenset[str] = flags,
-        on_cpu: frozenset[str] | None = None,
-        **axes: Any,  # noqa: ANN401
-    ) -> list[Box]:
+    def boxes(*fields: str, on_cpu: frozenset[str] = flags, **axes: Any) -> list[Box]:  # noqa: ANN401
         own: dict[str, Any] = axes | {"fields": frozenset(fields)}
-        interpreted = [dtype for dtype in dtypes if dtype in INTERPRETED_DTYPES]
-        on_gpu = flags | {"cuda_graph", "plan_in_graph"}
         return [
             # First, so that bfloat16 on a CPU is refused for its dtype.
-            Box(dtypes=interpreted, devices=("cpu",), flags=on_cpu or flags, **own),
-            Box(dtypes=dtypes, min_sm=MIN_SM, flags=on_gpu, **own),
+            Box(dtypes=INTERPRETED_DTYPES, devices=("cpu",), flags=on_cpu, **own),
+            Box(dtypes=DTYPES, min_sm=MIN_SM, flags=flags | {"cuda_graph", "plan_in_graph"}, **own),
         ]
 
     heads: dict[str, Any] = {"head_dims": HEAD_DIMS}
@@ -102,16 +94,7 @@ def backend_info() -> BackendInfo:
                 **paged,
             ),
             "silu_mul": boxes(),
-            "linear": [
-                *boxes("bias", "out_dtype", max_rows=SMALL_BATCH_ROWS),
-                # fp32 has no tensor cores to go to; how many rows there are decides on the tiling.
-                *boxes(
-                    *("bias", "out_dtype"),
-                    dtypes=("float16", "bfloat16"),
-                    flags=flags - {"batch_invariant"},
-                    max_rows=MEDIUM_BATCH_ROWS,
-                ),
-            ],
+            "linear": boxes("bias", "out_dtype", max_rows=SMALL_BATCH_ROWS),
             "fused_linear": boxes(
                 *("bias", "out_dtype", "rms_norm", "silu_mul", "add"), max_rows=SMALL_BATCH_ROWS
             ),
