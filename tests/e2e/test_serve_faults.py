@@ -58,11 +58,12 @@ def test_a_failed_step_ends_its_requests_and_no_others(lasting, monkeypatch):
     wait_until(lasting.is_idle)
     monkeypatch.setattr(ModelRunner, "_run", failing_at(5, RuntimeError("out of\nluck")))
     began = time.monotonic()
-    reply = lasting.post(COMPLETIONS, {**LONG, "stream": True})
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    reply = lasting.post(COMPLETIONS, {**LONG, "stream": True, "stream_options": options})
     assert time.monotonic() - began < 5
     assert reply.status == 200
     *chunks, last = events_of(reply.body)
-    assert len(chunks) == 4
+    assert chunks[-1]["usage"]["completion_tokens"] == 4
     assert last.keys() == {"error"}
     assert last["error"]["type"] == "server_error"
     assert "out of luck" in last["error"]["message"]

@@ -22,6 +22,7 @@ from tvr.serve.usage import Usage
 _T = TypeVar("_T")
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_FAILED = ("error", "abort")
 _DONE = b"data: [DONE]\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -110,27 +111,35 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         last = _DONE
+        events = b""
         try:
             while not self._job.is_over:
-                events = b"".join(map(self._events, await self._job.take()))
+                for delivery in await self._job.take():
+                    events += self._events(delivery)
+                    _check(delivery)
                 await send({"type": "http.response.body", "body": events, "more_body": True})
+                events = b""
             if self._options.include_usage:
                 usage = self._usage.of(self._job)
                 last = _event({**self._shape.piece_head, "choices": [], "usage": usage}) + _DONE
         except ApiError as error:
-            last = _event(error.body)
+            last = events + _event(error.body)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _events(self, delivery: Delivery) -> bytes:
-        _check(delivery)
         self._usage.add(delivery)
         head = self._shape.piece_head
         if self._options.include_usage:
             each = self._options.continuous_usage_stats
             head = {**head, "usage": self._usage.of(self._job) if each else None}
-        return b"".join(
-            _event({**head, "choices": [choice]}) for choice in self._shape.pieces(delivery)
-        )
+        # Of an answer that failed, what came before; the error is an event of its own.
+        deltas = [
+            delta._replace(finish_reason=None) if delta.finish_reason in _FAILED else delta
+            for delta in delivery.deltas
+            if delta.finish_reason not in _FAILED or delta.token_ids
+        ]
+        choices = self._shape.pieces(delivery._replace(deltas=deltas))
+        return b"".join(_event({**head, "choices": [choice]}) for choice in choices)
 
 
 def _event(content: dict[str, Any]) -> bytes:

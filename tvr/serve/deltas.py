@@ -30,6 +30,17 @@ class Delta(NamedTuple):
     stop_reason: int | str | None
     error: str | None
 
+    def then(self, later: Delta) -> Delta:
+        """Return this one and a later one of the same answer as one."""
+        logprobs = None
+        if self.logprobs is not None and later.logprobs is not None:
+            logprobs = self.logprobs + later.logprobs
+        return later._replace(
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=logprobs,
+        )
+
 
 class Delivery(NamedTuple):
     """What a step brought for one prompt of a client's request.
@@ -48,6 +59,25 @@ class Delivery(NamedTuple):
     output: RequestOutput
     deltas: list[Delta]
     finished: bool
+
+
+def merged(deliveries: list[Delivery]) -> list[Delivery]:
+    """Return deliveries to one client with what successive steps gave to an answer as one delta.
+
+    They pile up when the event loop is behind the engine, and then it has less to do.
+    """
+    by_prompt: dict[int, dict[int, Delta]] = {}
+    latest: dict[int, Delivery] = {}
+    for delivery in deliveries:
+        deltas = by_prompt.setdefault(delivery.prompt, {})
+        for delta in delivery.deltas:
+            before = deltas.get(delta.answer)
+            deltas[delta.answer] = delta if before is None else before.then(delta)
+        latest[delivery.prompt] = delivery
+    return [
+        delivery._replace(deltas=list(by_prompt[prompt].values()))
+        for prompt, delivery in latest.items()
+    ]
 
 
 @dataclass(slots=True)

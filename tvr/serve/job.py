@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tvr.core.outputs import RequestOutput
 from tvr.serve.admission import Admission
-from tvr.serve.deltas import Delivery
+from tvr.serve.deltas import Delivery, merged
 from tvr.serve.errors import ApiError
 
 
@@ -99,7 +99,7 @@ class Job:
         self._wake.set()
 
     async def take(self) -> list[Delivery]:
-        """Wait for the next output and return all that is there.
+        """Wait for the next output and return all that is there, of each answer as one delta.
 
         Raises:
             ApiError: the job has failed.
@@ -109,7 +109,7 @@ class Job:
         if self._failure is not None:
             raise self._failure
         taken, self._deliveries = self._deliveries, []
-        return taken
+        return taken if len(taken) < 2 else merged(taken)
 
     def close(self) -> None:
         """End what is unfinished: the client has its answer, or has gone."""

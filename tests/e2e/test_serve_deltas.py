@@ -1,0 +1,102 @@
+"""What piles up between the engine and a client comes as one, with nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from tvr.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tvr.serve.admission import Admission
+from tvr.serve.answer import EventStream
+from tvr.serve.deltas import Follower, Progress
+from tvr.serve.job import Job
+from tvr.serve.requests import StreamOptions
+
+LOGPROB = {5: Logprob(-1.0, 1, "x")}
+
+
+class Shape:
+    """Shows deltas as they are."""
+
+    def __init__(self):
+        self.whole_head = self.piece_head = {"id": "x"}
+
+    def whole(self, delivery):
+        return self.pieces(delivery)
+
+    pieces = staticmethod(
+        lambda delivery: [{**d._asdict(), "prompt": delivery.prompt} for d in delivery.deltas]
+    )
+
+
+def output_of(num_answers):
+    outputs = [CompletionOutput(index=i) for i in range(num_answers)]
+    return RequestOutput("x", None, [1, 2], outputs, RequestMetrics(0.0))
+
+
+def events_of(prompts):
+    """Stream deltas that all come before the client's turn; return the events."""
+    sent = []
+
+    async def run():
+        job = Job("x", 0.0, Admission(8), aborted.append, lambda job: None)
+        job.streams = True
+        for prompt, steps in enumerate(prompts):
+            job.submitted(f"x-{prompt}")
+            output = output_of(2)
+            follower = Follower(job, prompt, [Progress(), Progress()])
+            for answer, text, reason in steps:
+                out = output.outputs[answer]
+                out.logprobs = [*(out.logprobs or []), LOGPROB]
+                out.append(5, text)
+                out.finish_reason = reason
+                out.error = "out of luck" if reason == "error" else None
+                output.finished = all(o.finished for o in output.outputs)
+                job.put(follower.delivery(output))
+
+        async def receive():
+            await asyncio.sleep(60)
+
+        async def send(message):
+            sent.append(message)
+
+        stream = EventStream(job, Shape(), StreamOptions())
+        await stream({"type": "http"}, receive, send)
+        assert job.closed
+
+    aborted = []
+    asyncio.run(run())
+    body = b"".join(message.get("body", b"") for message in sent).decode()
+    events = [event.removeprefix("data: ") for event in body.split("\n\n")[:-1]]
+    return [e if e == "[DONE]" else json.loads(e) for e in events], aborted
+
+
+def test_steps_that_piled_up_are_one_event_for_each_answer():
+    ends = [(0, "c", "stop"), (1, "z", "length")]
+    steps = [(0, "a", None), (1, "x", None), (0, "b", None), (1, "y", None), *ends]
+    events, aborted = events_of([steps, steps])
+    *chunks, done = events
+    assert done == "[DONE]"
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [(c["prompt"], c["answer"], c["text"], c["finish_reason"]) for c in choices] == [
+        (0, 0, "abc", "stop"),
+        (0, 1, "xyz", "length"),
+        (1, 2, "abc", "stop"),
+        (1, 3, "xyz", "length"),
+    ]
+    assert all(c["token_ids"] == [5] * 3 and len(c["logprobs"]) == 3 for c in choices)
+    assert aborted == []
+
+
+def test_what_came_before_an_error_is_sent_before_it():
+    steps = [(0, "a", None), (1, "x", None), (0, "b", "error")]
+    events, aborted = events_of([steps, [(0, "never", None)]])
+    *chunks, last = events
+    assert last["error"]["message"] == "out of luck"
+    found = [(c["choices"][0]["text"], c["choices"][0]["finish_reason"]) for c in chunks]
+    assert found == [("ab", None), ("x", None)]
+    assert aborted == ["x-0", "x-1"]
