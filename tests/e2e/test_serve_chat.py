@@ -110,6 +110,19 @@ def test_logprobs_have_tokens_bytes_and_the_likeliest(running, client):
     assert all(e.top_logprobs == [] for e in parts)
 
 
+def test_more_logprobs_than_there_may_be_are_refused_and_all_are_json(running):
+    body = {"model": MODEL, "messages": MESSAGES, **FIELDS, "logprobs": True}
+    for more in ({"top_logprobs": 21}, {"top_logprobs": 9_999_999}, {"top_logprobs": -1}):
+        assert running.post("/v1/chat/completions", {**body, **more}).status == 400
+    assert running.post("/v1/chat/completions", {**body, "logprobs": 5}).status == 400
+    alone = {**body, "logprobs": None, "top_logprobs": 5}
+    assert running.post("/v1/chat/completions", alone).status == 400
+    sure = {**body, "top_logprobs": 20, "temperature": 0.01, "top_k": 1}
+    reply = running.post("/v1/chat/completions", sure)
+    assert reply.status == 200
+    assert b"Infinity" not in reply.body
+
+
 def test_a_template_gets_the_clients_variables(running):
     body = {"messages": MESSAGES, "add_generation_prompt": False}
     closed = running.post("/tokenize", body).json

@@ -100,3 +100,33 @@ def test_what_came_before_an_error_is_sent_before_it():
     found = [(c["choices"][0]["text"], c["choices"][0]["finish_reason"]) for c in chunks]
     assert found == [("ab", None), ("x", None)]
     assert aborted == ["x-0", "x-1"]
+
+
+def test_a_job_that_is_closed_counts_no_more_whatever_comes_later():
+    """A client left while another thread was about to claim its sequences, which stayed counted."""
+
+    async def run():
+        admission, aborted, closed = Admission(8), [], []
+        job = Job("x", 0.0, admission, aborted.append, closed.append)
+        assert admission.taken == 1
+        job.close()
+        assert (admission.taken, closed) == (0, [job])
+        job.claim(2, 3)
+        job.submitted("x-0")
+        job.close()
+        assert (admission.taken, aborted, closed) == (0, ["x-0"], [job])
+
+        job = Job("y", 0.0, admission, aborted.append, closed.append)
+        job.claim(2, 3)
+        assert admission.taken == 6
+        job.submitted("y-0")
+        output = output_of(3)
+        for out in output.outputs:
+            out.finish_reason = "stop"
+        output.finished = True
+        job.put(Follower(job, 0, [Progress() for _ in range(3)]).delivery(output))
+        assert admission.taken == 3
+        job.close()
+        assert admission.taken == 0
+
+    asyncio.run(run())

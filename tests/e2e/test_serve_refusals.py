@@ -69,7 +69,7 @@ WRONG = {
     "top_p": [-1, 0, 1.5, "x"],
     "n": [0, -1, 1_000_000, 129, 1.5, "two"],
     "seed": [1 << 63, -(1 << 63) - 1, 1.5, "x"],
-    "stop": [[""], ["", "x"], "", 5, [5], ["x"] * 65, {"a": 1}],
+    "stop": [[""], ["", "x"], "", 5, [5], ["x"] * 17, "x" * 257, {"a": 1}],
     "presence_penalty": [3, -3, "x"],
     "frequency_penalty": [3, -3, "x"],
     "logit_bias": [{"x": 1}, {"5": "x"}, {"-1": 1}, {str(VOCAB_SIZE): 1}, [1], "x", {"1": True}],
@@ -222,7 +222,10 @@ def test_what_is_no_http_is_refused(running):
 
 def test_tokenize_takes_one_of_a_text_and_a_conversation(running):
     messages = [{"role": "user", "content": "x"}]
-    for body in ({}, {"prompt": "x", "messages": messages}, {"prompt": ["x"]}, {"prompt": 5}):
+    bodies = [{}, {"prompt": "x", "messages": messages}, {"prompt": ["x"]}, {"prompt": 5}]
+    bodies.append({"prompt": "x", "add_generation_prompt": True})
+    bodies.append({"messages": messages, "add_special_tokens": True})
+    for body in bodies:
         refused(running, 400, "/tokenize", body)
     for tokens in ([-1], [VOCAB_SIZE], ["x"], [1.5], "x", None, [True]):
         refused(running, 400, "/detokenize", {"tokens": tokens})

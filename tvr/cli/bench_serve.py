@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
-import sys
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -115,7 +114,7 @@ def serve(
 
     limits = parse_goodput([*(options.listed(goodput) or ()), *(more_goodput or ())])
     vocab = vocab_size or LARGEST_ID
-    _allow_files(max_concurrency or num_prompts)
+    options.allow_sockets(max_concurrency or num_prompts)
     options.allow_interrupts()
     served = asyncio.run(
         _serve(
@@ -226,19 +225,6 @@ def _percentiles(text: str) -> list[float]:
             f"--metric-percentiles {text!r} is no list of numbers from 0 to 100, as in 50,99"
         )
     return found
-
-
-def _allow_files(num_sockets: int) -> None:
-    """Let this process have as many sockets, if the system allows it: 1,024 is a usual limit."""
-    if sys.platform == "win32":
-        return
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_sockets + 256  # and what the process has open anyway
-    if soft < wanted and soft != resource.RLIM_INFINITY:
-        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _without_key(command: str, api_key: str | None) -> str:

@@ -132,6 +132,19 @@ def allow_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def allow_sockets(num_sockets: int) -> None:
+    """Let this process have as many sockets, if the system allows it: 1,024 is a usual limit."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_sockets + 256  # and what the process has open anyway
+    if soft < wanted and soft != resource.RLIM_INFINITY:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def open_llm(
     model: str,
     *,

@@ -16,6 +16,9 @@ from tvr.errors import ConfigError
 #: What the extra `serve` brings.
 _NEEDED = ("fastapi", "prometheus_client", "pydantic", "uvicorn")
 
+#: Connections for which the process asks for room, idle ones included.
+_MOST_CLIENTS = 16_384
+
 _MIB, _MOST_MIB = 1 << 20, 900
 
 
@@ -86,6 +89,7 @@ def serve(
         max_body_bytes=int(max_body_mb * _MIB),
         drain_s=drain_s,
     )
+    options.allow_sockets(_MOST_CLIENTS)
     # Before the model is loaded, which may take a while.
     with (
         bind(host, port) as sock,

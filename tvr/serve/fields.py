@@ -13,15 +13,19 @@ from pydantic import Field, PlainValidator, ValidationError, WithJsonSchema
 
 from tvr.serve.errors import ApiError, bad_request
 
-#: Most stop strings, bad words, and token ids or biases of a request.
-_MOST_WORDS, _MOST_IDS = 64, 1024
+#: Most stop strings or bad words of a request, and their characters.
+_MOST_WORDS, _LONGEST_WORD = 16, 256
+
+#: Most token ids or biases of a request.
+_MOST_IDS = 1024
 
 #: Longest text that names something.
 _LONGEST_NAME = 512
 
 _ID = {"type": "integer", "minimum": 0}
 _IDS = {"type": "array", "items": _ID, "minItems": 1}
-_TEXTS = {"type": "array", "items": {"type": "string", "minLength": 1}, "maxItems": _MOST_WORDS}
+_WORD = {"type": "string", "minLength": 1, "maxLength": _LONGEST_WORD}
+_TEXTS = {"type": "array", "items": _WORD, "maxItems": _MOST_WORDS}
 
 
 def _is_ids(value: object) -> bool:
@@ -53,9 +57,16 @@ def _any_ids(value: object) -> list[int]:
 
 def _words(value: object) -> list[str]:
     words = [value] if isinstance(value, str) else value
-    if isinstance(words, list) and len(words) <= _MOST_WORDS and set(map(type, words)) <= {str}:
+    if (
+        isinstance(words, list)
+        and len(words) <= _MOST_WORDS
+        and all(isinstance(word, str) and 0 < len(word) <= _LONGEST_WORD for word in words)
+    ):
         return words
-    raise ValueError(f"must be a string or a list of at most {_MOST_WORDS} strings")
+    raise ValueError(
+        f"must be a string or a list of at most {_MOST_WORDS} strings, each of 1 to "
+        f"{_LONGEST_WORD} characters"
+    )
 
 
 def _bias(value: object) -> dict[str, float]:
@@ -99,7 +110,7 @@ TokenList = Annotated[
 Words = Annotated[
     list[str],
     PlainValidator(_words),
-    WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, _TEXTS]}),
+    WithJsonSchema({"anyOf": [_WORD, _TEXTS]}),
 ]
 Bias = Annotated[
     dict[str, float],

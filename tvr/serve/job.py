@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 
 from tvr.core.outputs import RequestOutput
@@ -54,6 +55,7 @@ class Job:
         self._abort = abort
         self._on_close = on_close
         self._held = 1  # sequences that count
+        self._lock = threading.Lock()  # a client may leave while another thread claims
         self._answers_each = 1
         self._request_ids: list[str] = []  # by prompt
         self._finished: set[int] = set()
@@ -68,8 +70,10 @@ class Job:
             ApiError: there is no room for them.
         """
         num = num_prompts * answers_each
-        self._admission.take(num, self._held)
-        self._held, self._answers_each = num, answers_each
+        with self._lock:
+            if not self.closed:
+                self._admission.take(num, self._held)
+                self._held, self._answers_each = num, answers_each
 
     def submitted(self, request_id: str) -> None:
         """Note that the next prompt is with the engine. May be called from any thread."""
@@ -87,9 +91,7 @@ class Job:
         self.outputs[delivery.prompt] = delivery.output
         if delivery.finished:
             self._finished.add(delivery.prompt)
-            if not self.closed:
-                self._held -= self._answers_each
-                self._admission.give_back(self._answers_each)
+            self._give_back(self._answers_each)
         self._deliveries.append(delivery)
         self._wake.set()
 
@@ -113,12 +115,18 @@ class Job:
 
     def close(self) -> None:
         """End what is unfinished: the client has its answer, or has gone."""
-        if self.closed:
-            return
-        self.closed = True
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
         for prompt, request_id in enumerate(list(self._request_ids)):
             if prompt not in self._finished:
                 self._abort(request_id)
-        self._admission.give_back(self._held)
+        self._give_back(self._held)
         self._deliveries.clear()
         self._on_close(self)
+
+    def _give_back(self, num: int) -> None:
+        num = min(num, self._held)  # none, if it is closed
+        self._held -= num
+        self._admission.give_back(num)

@@ -91,7 +91,6 @@ class GenerationFields(Fields):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
     cache_salt: Name | None = None
     user: str | None = None  # who asks has no effect here
 
@@ -126,6 +125,7 @@ class CompletionRequest(GenerationFields):
     prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=_MOST_ANSWERS)] | None = None
 
     def params(self) -> SamplingParams:
@@ -205,6 +205,18 @@ class TokenizeRequest(Fields):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: AnyObject | None = None
     return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        """Raise an `ApiError` unless there is one thing to tokenise, with its own fields."""
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("give either prompt or messages", param="prompt")
+        others = ["add_generation_prompt", "chat_template_kwargs"]
+        given = "prompt"
+        if self.messages is not None:
+            others, given = ["add_special_tokens"], "messages"
+        for name in others:
+            if getattr(self, name) is not None:
+                raise bad_request(f"{name} is not for {given}; leave it out", param=name)
 
 
 class DetokenizeRequest(Fields):

@@ -53,8 +53,6 @@ class Texts:
     def conversation_of(self, request: ChatRequest) -> list[int]:
         """Return a conversation's tokens; raises as `prompts_of`."""
         token_ids = self._lay_out(request)
-        if request.add_special_tokens and self.tokenizer.bos_token_id is not None:
-            token_ids = [self.tokenizer.bos_token_id, *token_ids]
         self._check_room(token_ids)
         return token_ids
 
@@ -66,8 +64,7 @@ class Texts:
 
     def tokenize(self, request: TokenizeRequest) -> dict[str, Any]:
         """Answer `/tokenize`; raises as `prompts_of`, but a text may be longer than the context."""
-        if (request.prompt is None) == (request.messages is None):
-            raise bad_request("give either prompt or messages", param="prompt")
+        request.check()
         if request.messages is not None:
             token_ids = self._lay_out(request)
         else:
