@@ -46,7 +46,6 @@ CPU_SIZES = ((1, 8),)
 
 _HEADS: dict[str, tuple[int, ...]] = {"num_warps": (1, 2, 4), "HEADS": (4, 8, 16, 32)}
 _PLAIN = {"num_warps": (4, 8, 16), "BN": (1, 2, 4, 8, 16), "BK": (2048, 4096, 8192)}
-_DOT = {"BN": (8, 16), "BK": (1024, 2048, 4096), "PARTS": (16, 32)}
 #: What is tried of a kernel, by the name under which it looks itself up: every combination; what is
 #: not named stays. Of other kernels it is each number halved and doubled, or one less and one more.
 SPACES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -62,9 +61,13 @@ SPACES: dict[str, dict[str, tuple[int, ...]]] = {
         "SOURCES": (1, 2),
     },
     "linear_plain": _PLAIN,
-    "linear_dot": {"num_warps": (4, 8), **_DOT},
-    "fused_linear_plain": _PLAIN | {"BN": (2, 4, 8, 16)},  # gate and up in turns need an even one
-    "fused_linear_dot": {"num_warps": (4, 8, 16), **_DOT},
+    "linear_dot": {
+        "num_warps": (4, 8),
+        "BN": (8, 16),
+        "BK": (1024, 2048, 4096),
+        "PARTS": (16, 32),
+    },
+    "fused_linear": _PLAIN | {"BN": (2, 4, 8, 16)},  # gate and up in turns need an even one
     "silu_mul": {"num_warps": (4, 8), "BLOCK": (1024, 2048, 4096)},
     "rms_norm": {"num_warps": (1, 2, 4, 8, 16)},
     "add_rms_norm": {"num_warps": (1, 2, 4, 8, 16)},

@@ -203,12 +203,12 @@ def _fused_linear(dtype: torch.dtype, name: str, s: Sizes) -> Iterator[tuple[OpS
     """As in a decoder layer: qkv, o or down, gate and up."""
     spec: Any = SPECS["fused_linear"]
     kinds = ({"rms_norm": True}, {"add": True}, {"rms_norm": True, "silu_mul": True})
-    for fused, width, rows in itertools.product(kinds, (s.hidden, 8 * s.hidden), s.rows):
+    for fused, width in itertools.product(kinds, (s.hidden, 8 * s.hidden)):
         bound_for = spec(
-            dtype=name, in_features=width, out_features=2 * s.width, max_rows=8, **fused
+            dtype=name, in_features=width, out_features=2 * s.width, max_rows=1, **fused
         )
-        x, weight = (torch.randn(n, width).to(dtype) for n in (rows, 2 * s.width))
-        given = {"out": torch.zeros(rows, bound_for.out_columns, dtype=dtype)}
+        x, weight = (torch.randn(n, width).to(dtype) for n in (1, 2 * s.width))
+        given = {"out": torch.zeros(1, bound_for.out_columns, dtype=dtype)}
         if bound_for.rms_norm:
             given |= {"norm_weight": torch.ones(width, dtype=dtype), "eps": 1e-5}
         if bound_for.add:

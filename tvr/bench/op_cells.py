@@ -50,7 +50,7 @@ OPS = (*ELEMENTWISE, "linear", "fused_linear", "argmax", "prepare_step", "sample
 
 ROWS = (1, 8, 64, 256)
 LINEAR_ROWS = (1, 2, 4, 8)
-FUSED_ROWS = LINEAR_ROWS[:4]
+FUSED_ROWS = (1,)
 MEGABYTES = 256
 
 CPU_ROWS = (1, 8)

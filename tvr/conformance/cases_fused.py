@@ -9,7 +9,7 @@ from typing import Any
 from tvr.conformance.case import LEVELS, Case
 from tvr.contract import DTYPES, FusedLinearSpec
 
-_MOST_ROWS = 8
+_MOST_ROWS = 8  # of those with more than one
 _NORMED: dict[str, Any] = {"rms_norm": True}
 _GATED: dict[str, Any] = {"silu_mul": True}
 _ADDED: dict[str, Any] = {"add": True}
@@ -42,12 +42,14 @@ def fused_cases() -> Iterator[Case]:
     for dtype, level in itertools.product(DTYPES, LEVELS):
         for rows, n_in, n_out, fused in _FUSED[level]:
             yield _case(dtype, level, rows, n_in, n_out, fused)
-    for dtype, fused in itertools.product(DTYPES, (_NORMED | _GATED, _ADDED)):
-        yield _case(dtype, "smoke", 7, 72, 40, fused | {"batch_invariant": True})
+    kinds = (_NORMED | _GATED, _ADDED)
+    for dtype, fused, rows in itertools.product(DTYPES, kinds, (1, 7)):
+        yield _case(dtype, "smoke", rows, 72, 40, fused | {"batch_invariant": True})
 
 
 def _case(dtype: str, level: str, rows: int, n_in: int, n_out: int, fused: dict[str, Any]) -> Case:
-    sizes: dict[str, Any] = {"in_features": n_in, "out_features": n_out, "max_rows": _MOST_ROWS}
+    most = 1 if rows == 1 else _MOST_ROWS
+    sizes: dict[str, Any] = {"in_features": n_in, "out_features": n_out, "max_rows": most}
     spec = FusedLinearSpec(dtype=dtype, **sizes, **fused)
     name = "-".join([spec.op, f"{rows}x{n_in}x{n_out}", *fused, dtype])
     return Case(name=name, spec=spec, level=level, num_tokens=rows)

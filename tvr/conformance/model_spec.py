@@ -30,6 +30,8 @@ ENGINE = ("engine",)
 
 #: Up to this many rows core gives a product to the `linear` bound for few rows.
 SMALL_BATCH_ROWS = 8
+#: Up to this many it is fused with what stands around it.
+FUSED_ROWS = 1
 
 #: Most log-probabilities that core lets a request ask for.
 MOST_LOGPROBS = 20
@@ -137,9 +139,7 @@ def _fused_products(spec: ModelSpec, own: dict[str, Any]) -> list[OpSpec]:
     add: dict[str, Any] = {"add": True}
     norm: dict[str, Any] = {"rms_norm": True}
     return [
-        FusedLinearSpec(
-            **own, in_features=n_in, out_features=n_out, max_rows=SMALL_BATCH_ROWS, **fused
-        )
+        FusedLinearSpec(**own, in_features=n_in, out_features=n_out, max_rows=FUSED_ROWS, **fused)
         for (n_in, n_out), fused in zip(
             _layer_sizes(spec), (norm, add, norm | {"silu_mul": True}, add), strict=True
         )

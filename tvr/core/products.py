@@ -1,9 +1,9 @@
 """The matrix products of a model, alone and with what stands before or behind them in a layer.
 
-Up to `SMALL_BATCH_ROWS` rows a product is bound by the bytes of its weight, and every kernel costs
-more to start than it computes. So there a norm, SiLU or the residual's add is part of the product's
-op, `fused_linear`, wherever a backend serves that whole: composed of its parts it would be no
-faster than the ops of larger steps, which have an op fewer.
+A product of few rows is bound by the bytes of its weight, and every kernel costs more to start than
+it computes. So at `FUSED_ROWS` a norm, SiLU or the residual's add is part of the product's op,
+`fused_linear`, wherever a backend serves that whole: composed of its parts it would be no faster
+than the ops of larger steps, which have an op fewer.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 #: Up to this many rows a product goes to the op bound for small batches.
 SMALL_BATCH_ROWS = 8
+
+#: Up to this many rows it is fused: every program norms all rows, and of more that takes longer
+#: than a kernel of its own (docs/log.md).
+FUSED_ROWS = 1
 
 
 class Linear:
@@ -99,7 +103,7 @@ class AddedLinear:
 
     def adds_at_once(self, num_rows: int) -> bool:
         """Whether a stream of so many rows has no delta afterwards."""
-        return self._fused is not None and num_rows <= SMALL_BATCH_ROWS
+        return self._fused is not None and num_rows <= FUSED_ROWS
 
 
 class _PackedLinear:
@@ -133,7 +137,7 @@ def _fused(
     """
     spec = FusedLinearSpec(
         **_shape(ctx, weights),
-        max_rows=SMALL_BATCH_ROWS,
+        max_rows=FUSED_ROWS,
         rms_norm=rms_norm,
         silu_mul=silu_mul,
         add=add,
@@ -145,7 +149,7 @@ def _fused(
 
 
 def _is_whole_and_small(x: Stream) -> bool:
-    return not x.has_delta and len(x.residual) <= SMALL_BATCH_ROWS
+    return not x.has_delta and len(x.residual) <= FUSED_ROWS
 
 
 def _shape(ctx: BuildContext, weights: LinearWeights) -> dict[str, Any]:

@@ -34,12 +34,18 @@ def launcher(spec: LinearSpec, gpu: Gpu) -> Callable[..., None]:
     """Return what launches the kernel for `spec`, that of a `fused_linear` too.
 
     It is called as launch(x, (weight, bias), out, norm_weight, residual, eps), the last three left
-    out where there is nothing of the kind, and raises a KernelError for more than 8 rows.
+    out where there is nothing of the kind, and raises a KernelError for more rows than there are
+    kernels for: 8, or 1 of a `fused_linear`.
     """
-    # A row's bits must not depend on the others: then all counts of rows have one order of sums.
-    most = (_MOST_ROWS,) if spec.batch_invariant else (1, 2, 4, _MOST_ROWS)
-    launches = {rows: _kernel(spec, gpu, rows) for rows in most}
-    of_rows = [launches[min(n for n in most if n >= rows)] for rows in range(_MOST_ROWS + 1)]
+    counts: tuple[int, ...] = (1, 2, 4, _MOST_ROWS)
+    if isinstance(spec, FusedLinearSpec):
+        counts = (1,)
+    elif spec.batch_invariant:
+        # A row's bits must not depend on the others: all counts of rows have one order of sums.
+        counts = (_MOST_ROWS,)
+    launches = {rows: _kernel(spec, gpu, rows) for rows in counts}
+    most = counts[-1]
+    of_rows = [launches[min(n for n in counts if n >= rows)] for rows in range(most + 1)]
 
     def launch(
         x: Tensor,
@@ -50,48 +56,45 @@ def launcher(spec: LinearSpec, gpu: Gpu) -> Callable[..., None]:
         eps: float = 0.0,
     ) -> None:
         num_rows = len(x)
-        if num_rows > _MOST_ROWS:
+        if num_rows > most:
             raise KernelError(
-                f"{spec.op}: x has {num_rows} rows; this kernel takes at most {_MOST_ROWS}: "
+                f"{spec.op}: x has {num_rows} rows; this kernel takes at most {most}: "
                 "bind another backend for more"
             )
         weight, bias = packed
-        kernel, programs = of_rows[num_rows]
+        kernel, programs, is_plain = of_rows[num_rows]
+        residual_stride = 0 if residual is None else residual.stride(0)
         kernel(
             (programs if num_rows else 0,),
-            x,
-            weight,
-            bias,
-            norm_weight,
-            residual,
-            out,
-            num_rows,
-            spec.in_features,
-            spec.out_features,
-            x.stride(0),
-            weight.stride(0),
-            0 if residual is None else residual.stride(0),
-            eps,
+            *(x, weight, bias, out),
+            *(num_rows, spec.in_features, spec.out_features, x.stride(0), weight.stride(0)),
+            *((norm_weight, eps, residual, residual_stride) if is_plain else ()),
         )
 
     return launch
 
 
-def _kernel(spec: LinearSpec, gpu: Gpu, rows: int) -> tuple[Kernel, int]:
-    """Return the kernel for up to `rows` rows, and how many programs it takes."""
+def _kernel(spec: LinearSpec, gpu: Gpu, rows: int) -> tuple[Kernel, int, bool]:
+    """Return the kernel for up to `rows` rows, its programs, and whether it is the plain one."""
     # One row costs plain multiply-adds less than the loads; tensor cores would round fp32 to TF32.
     is_plain = rows == 1 or spec.dtype == "float32"
     config = _config(spec, gpu, rows, is_plain)
-    constants: dict[str, int] = {
-        "TILES": -(-spec.in_features // config.blocks["BK"]),
-        "SILU": isinstance(spec, FusedLinearSpec) and spec.silu_mul,
-    }
-    if is_plain:
-        constants |= {"ROWS": rows, "PACK": _PACK[spec.dtype]}
+    programs = -(-spec.out_features // config.blocks["BN"])
+    tiles = -(-spec.in_features // config.blocks["BK"])
+    if not is_plain:
+        return Kernel(gpu, linear_dot_kernel, config, TILES=tiles), programs, False
     kernel = Kernel(
-        gpu, linear_plain_kernel if is_plain else linear_dot_kernel, config, **constants
+        gpu,
+        linear_plain_kernel,
+        config,
+        ROWS=rows,
+        PACK=_PACK[spec.dtype],
+        TILES=tiles,
+        SILU=isinstance(spec, FusedLinearSpec) and spec.silu_mul,
     )
-    return kernel, -(-spec.out_features // config.blocks["BN"])
+    # Which of two products is rounded before their sum and which is not the compiler decides, for
+    # each row of a tile by itself.
+    return kernel.unfused() if spec.batch_invariant else kernel, programs, True
 
 
 def _config(spec: LinearSpec, gpu: Gpu, rows: int, is_plain: bool) -> Config:
@@ -121,5 +124,5 @@ def _config(spec: LinearSpec, gpu: Gpu, rows: int, is_plain: bool) -> Config:
     config = tuned(f"linear_{kind}", gpu.sm, Config(num_warps, 1, blocks), **shape)
     if isinstance(spec, FusedLinearSpec):
         parts = "+".join(name for name in ("rms_norm", "silu_mul", "add") if getattr(spec, name))
-        config = tuned(f"fused_linear_{kind}", gpu.sm, config, **shape, fused=parts)
+        config = tuned("fused_linear", gpu.sm, config, **shape, fused=parts)
     return config

@@ -1,8 +1,8 @@
 """The kernels of `linear` and `fused_linear`: products with a weight that is read once.
 
-They take at most 8 rows. Given a `norm_weight` they norm x first, with SILU they store `silu_mul`
-of the product, given a `residual` its sum with that; each part rounds where the op of its name
-does. What is not wanted is None.
+They take at most 8 rows. Of one row `linear_plain_kernel` can do more: given a `norm_weight` it
+norms x first, with SILU it stores `silu_mul` of the product, given a `residual` its sum with that;
+each part rounds where the op of its name does. What is not wanted is None.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -19,16 +19,16 @@ def linear_plain_kernel(
     x,
     weight,
     bias,
-    norm_weight,
-    residual,
     out,
     num_rows,
     in_features,
     out_features,
     x_stride,
     weight_stride,
-    residual_stride,
+    norm_weight,
     eps,
+    residual,
+    residual_stride,
     ROWS: tl.constexpr,
     PACK: tl.constexpr,
     TILES: tl.constexpr,
@@ -112,21 +112,16 @@ def linear_dot_kernel(
     x,
     weight,
     bias,
-    norm_weight,
-    residual,
     out,
     num_rows,
     in_features,
     out_features,
     x_stride,
     weight_stride,
-    residual_stride,
-    eps,
     TILES: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     PARTS: tl.constexpr,
-    SILU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out = x @ weight^T + bias by tensor cores; a program takes BN output features.
@@ -134,11 +129,11 @@ def linear_dot_kernel(
     The tensors are those of `linear_plain_kernel`, of 16-bit numbers; num_rows is at most 8, BN a
     multiple of 8. Sums are fp32, PARTS of them apart from each other, a multiple of the warps.
 
-    No number of a weight or of x moves between threads before the sums do. Columns are cut into
-    pieces of 32, 64 bytes, of which 4 lanes of a warp load 16 each; the 8 lanes beside them have
-    other rows. In the product of one piece such a lane owns columns 2t, 2t + 1, 2t + 8, 2t + 9 of
-    each 16, not the 8 that it has loaded. But a sum does not mind the order of its terms: `add_dot`
-    renames columns, of x and of weight alike, so that they are the same.
+    No number moves between threads before the sums do. Columns are cut into pieces of 32, 64
+    bytes, of which 4 lanes of a warp load 16 each; the 8 lanes beside them have other rows. In the
+    product of one piece such a lane owns columns 2t, 2t + 1, 2t + 8, 2t + 9 of each 16, not the 8
+    that it has loaded. But a sum does not mind the order of its terms: `add_dot` renames columns,
+    of x and of weight alike, so that they are the same.
     """
     let_next_start(PDL)
     PIECES: tl.constexpr = BK // 32
@@ -148,62 +143,35 @@ def linear_dot_kernel(
     column = (tile_row // 8 % PIECES * 32)[:, None] + tl.arange(0, 32)[None, :]
     first = tl.program_id(0) * BN
     tile_feature = first + tile_row // (8 * PIECES) * 8 + tile_row % 8
-    weight_row = row_of_weight(tile_feature, out_features, SILU)
+    weight_row = row_of_weight(tile_feature, out_features, False)
     weight_at = weight + weight_row.to(tl.int64)[:, None] * weight_stride + column
     weights = tl.load(
         weight_at, mask=column < in_features, other=0.0, eviction_policy="evict_first"
     )
-    x_tile_row = tl.arange(0, PIECES * 8)
-    x_column = (x_tile_row // 8 * 32)[:, None] + tl.arange(0, 32)[None, :]
-    if norm_weight is not None:
-        norm_at = norm_weight + tl.arange(0, BK)
-        norms = tl.load(norm_at, mask=tl.arange(0, BK) < in_features, other=0.0)
     wait_for_inputs(PDL)
 
+    x_tile_row = tl.arange(0, PIECES * 8)
+    x_column = (x_tile_row // 8 * 32)[:, None] + tl.arange(0, 32)[None, :]
     tile_x = x_tile_row % 8
     x_at = x + tile_x.to(tl.int64)[:, None] * x_stride + x_column
     is_row = tile_x[:, None] < num_rows
-    row, feature = tl.arange(0, 8), first + tl.arange(0, BN)
-    added = residual
-    if residual is not None:
-        added = load_residual(residual, row, feature, num_rows, out_features, residual_stride)
-    if norm_weight is not None:
-        squares = tl.zeros([PARTS, 8, 8], tl.float32)
-        for tile in tl.static_range(TILES):
-            columns_left = x_column < in_features - tile * BK
-            first_xs = load_of_two(x_at + tile * BK, is_row & columns_left)
-            squares = add_dot(squares, first_xs, first_xs)
-        # Rows times each other: those of a row with itself are wanted.
-        is_own = tl.arange(0, 8)[:, None] == tl.arange(0, 8)[None, :]
-        square_of_row = tl.sum(tl.where(is_own, tl.sum(squares, axis=0), 0.0), axis=1)
-        scale = tl.rsqrt(square_of_row / in_features + eps)
-        scale = tl.reshape(tl.broadcast_to(scale[None, :], [PIECES, 8]), [PIECES * 8])[:, None]
     sums = tl.zeros([PARTS, 8, BN], tl.float32)
     for tile in tl.static_range(TILES):
         left = in_features - tile * BK
         xs = tl.load(x_at + tile * BK, mask=is_row & (x_column < left), other=0.0)
         if tile + 1 < TILES:
-            next_at = (tile + 1) * BK
             next_weights = tl.load(
-                weight_at + next_at,
+                weight_at + (tile + 1) * BK,
                 mask=column < left - BK,
                 other=0.0,
                 eviction_policy="evict_first",
             )
-            if norm_weight is not None:
-                next_norms = tl.load(
-                    norm_at + next_at, mask=tl.arange(0, BK) < left - BK, other=0.0
-                )
         if left > 0:  # always, as above
-            if norm_weight is not None:
-                sums = add_dot(sums, scaled(xs, of_each_row(norms), scale), weights)
-            else:
-                sums = add_dot(sums, xs, weights)
+            sums = add_dot(sums, xs, weights)
         if tile + 1 < TILES:
             weights = next_weights
-            if norm_weight is not None:
-                norms = next_norms
-    store_sums(tl.sum(sums, axis=0), bias, added, out, row, num_rows, out_features, SILU)
+    row = tl.arange(0, 8)
+    store_sums(tl.sum(sums, axis=0), bias, None, out, row, num_rows, out_features, False)
 
 
 @triton.jit
@@ -220,14 +188,6 @@ def add_dot(sums, xs, weights):
     return tl.dot(
         tl.reshape(xs, [PARTS, 8, EACH * 32]), tl.reshape(weights, [PARTS, EACH * 32, BN]), sums
     )
-
-
-@triton.jit
-def of_each_row(norms):
-    """Return numbers of columns, [PIECES * 32], where x has them: [PIECES * 8, 32]."""
-    PIECES: tl.constexpr = norms.shape[0] // 32
-    pieces = tl.broadcast_to(tl.reshape(norms, [PIECES, 1, 32]), [PIECES, 8, 32])
-    return tl.reshape(pieces, [PIECES * 8, 32])
 
 
 @triton.jit

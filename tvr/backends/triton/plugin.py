@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-SMALL_BATCH_ROWS = 8
+SMALL_BATCH_ROWS, FUSED_ROWS = 8, 1
 
 #: The interpreter computes with NumPy, which has no bfloat16: some forms of it give garbage.
 INTERPRETED_DTYPES = ("float32", "float16")
@@ -96,7 +96,7 @@ def backend_info() -> BackendInfo:
             "silu_mul": boxes(),
             "linear": boxes("bias", "out_dtype", max_rows=SMALL_BATCH_ROWS),
             "fused_linear": boxes(
-                *("bias", "out_dtype", "rms_norm", "silu_mul", "add"), max_rows=SMALL_BATCH_ROWS
+                *("bias", "out_dtype", "rms_norm", "silu_mul", "add"), max_rows=FUSED_ROWS
             ),
             "argmax": boxes(),
             "prepare_step": boxes(),
