@@ -64,7 +64,7 @@ def events_of(prompts):
         async def send(message):
             sent.append(message)
 
-        stream = EventStream(job, Shape(), StreamOptions())
+        stream = EventStream(job, Shape(), StreamOptions(), asyncio.to_thread)
         await stream({"type": "http"}, receive, send)
         assert job.closed
 

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tvr.core.outputs import CompletionOutput
 from tvr.core.step_result import NO_TOKEN
-from tvr.serve.deltas import Delivery, Delta
-from tvr.serve.errors import ApiError, bad_request, json_response
+from tvr.serve.deltas import Delivery, Delta, complete
+from tvr.serve.errors import ApiError, bad_request
 from tvr.serve.job import Job
 from tvr.serve.requests import StreamOptions
 from tvr.serve.shapes import Shape
 from tvr.serve.usage import Usage
 
 _T = TypeVar("_T")
+
+#: Runs a function in another thread.
+InPool = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+#: Tokens with log-probabilities whose events take about a millisecond to make.
+_MANY = 32
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _FAILED = ("error", "abort")
@@ -62,21 +70,40 @@ async def _leave(receive: Receive) -> None:
         pass
 
 
-async def whole(job: Job, shape: Shape) -> Response:
+async def whole(job: Job, shape: Shape, in_pool: InPool) -> Response:
     """Return the complete answers.
+
+    Args:
+        job, shape: of the request.
+        in_pool: runs what would keep the event loop from others.
 
     Raises:
         ApiError: one of them failed.
     """
+    deliveries: list[Delivery] = []
+    while not job.is_over:
+        taken = await job.take()
+        for delivery in taken:
+            _check(delivery.output.outputs, job)
+        deliveries += taken
+    made: Response
+    if job.has_logprobs:
+        made = await in_pool(partial(_assembled, job, shape, deliveries))
+    else:
+        made = _assembled(job, shape, deliveries)
+    return made
+
+
+def _assembled(job: Job, shape: Shape, deliveries: list[Delivery]) -> Response:
     usage = Usage()
     choices: list[dict[str, Any]] = []
-    while not job.is_over:
-        for delivery in await job.take():
-            _check(delivery)
-            usage.add(delivery)
-            choices += shape.whole(delivery)
-    choices.sort(key=lambda choice: choice["index"])
-    return json_response({**shape.whole_head, "choices": choices, "usage": usage.of(job)})
+    for delivery in map(complete, sorted(deliveries, key=lambda d: d.prompt)):
+        usage.add(delivery)
+        choices += shape.whole(delivery)
+    head = _encode({**shape.whole_head, "usage": usage.of(job)}).removesuffix("}")
+    # One by one: the encoder keeps Python's lock for as long as a call takes.
+    body = f'{head},"choices":[{",".join(map(_encode, choices))}]}}'
+    return Response(body, media_type="application/json")
 
 
 class EventStream(Response):
@@ -88,10 +115,12 @@ class EventStream(Response):
         job: its client's request, which is with the engine already; closed at the end.
         shape: what events look like.
         options: what there is besides answers.
+        in_pool: see `whole`.
     """
 
-    def __init__(self, job: Job, shape: Shape, options: StreamOptions) -> None:
+    def __init__(self, job: Job, shape: Shape, options: StreamOptions, in_pool: InPool) -> None:
         super().__init__()
+        self._in_pool = in_pool
         self._job = job
         self._shape = shape
         self._options = options
@@ -115,8 +144,11 @@ class EventStream(Response):
         try:
             while not self._job.is_over:
                 for delivery in await self._job.take():
-                    events += self._events(delivery)
-                    _check(delivery)
+                    if _is_large(delivery):
+                        events += await self._in_pool(partial(self._events, delivery))
+                    else:
+                        events += self._events(delivery)
+                    _check(delivery.deltas, self._job)
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 events = b""
             if self._options.include_usage:
@@ -146,21 +178,24 @@ def _event(content: dict[str, Any]) -> bytes:
     return b"data: %b\n\n" % _encode(content).encode()
 
 
-def _check(delivery: Delivery) -> None:
-    for delta in delivery.deltas:
-        if delta.finish_reason == "error":
-            raise _error_of(delta, delivery.job)
-        if delta.finish_reason == "abort":
+def _is_large(delivery: Delivery) -> bool:
+    """Whether events take long to make: log-probabilities of a prompt, or of many tokens."""
+    num_logprobs = sum(len(delta.logprobs or ()) for delta in delivery.deltas)
+    return delivery.output.prompt_logprobs is not None or num_logprobs > _MANY
+
+
+def _check(outs: Sequence[Delta | CompletionOutput], job: Job) -> None:
+    """Raise what ended an answer before its time."""
+    for out in outs:
+        if out.finish_reason == "abort":
             raise ApiError(
                 HTTPStatus.SERVICE_UNAVAILABLE, "the answer was cut off: the engine was closed"
             )
-
-
-def _error_of(delta: Delta, job: Job) -> ApiError:
-    if delta.error == NO_TOKEN and job.may_forbid:
-        return bad_request(
-            "no token is left to choose: all are forbidden by allowed_token_ids, bad_words or "
-            "min_tokens together; allow some",
-            code="no_token",
-        )
-    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, delta.error or "", code="engine_error")
+        if out.finish_reason == "error":
+            if out.error == NO_TOKEN and job.may_forbid:
+                raise bad_request(
+                    "no token is left to choose: all are forbidden by allowed_token_ids, bad_words "
+                    "or min_tokens together; allow some",
+                    code="no_token",
+                )
+            raise ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, out.error or "", code="engine_error")

@@ -50,7 +50,7 @@ class Delivery(NamedTuple):
         prompt: which of its prompts.
         output: the prompt's output. What is settled before the first token may be read: the
             prompt, its log-probabilities, its hits of the prefix cache.
-        deltas: of its answers that have grown or ended.
+        deltas: of its answers that have grown or ended; empty if the job does not stream.
         finished: all its answers have ended.
     """
 
@@ -59,6 +59,25 @@ class Delivery(NamedTuple):
     output: RequestOutput
     deltas: list[Delta]
     finished: bool
+
+
+def complete(delivery: Delivery) -> Delivery:
+    """Return a finished delivery with all that its answers hold; may be called in any thread."""
+    outputs = delivery.output.outputs
+    first = delivery.prompt * len(outputs)
+    deltas = [
+        Delta(
+            first + out.index,
+            out.text,
+            out.token_ids,
+            out.logprobs,
+            out.finish_reason,
+            out.stop_reason,
+            out.error,
+        )
+        for out in outputs
+    ]
+    return delivery._replace(deltas=deltas)
 
 
 def merged(deliveries: list[Delivery]) -> list[Delivery]:
@@ -113,9 +132,12 @@ class Follower:
     answers: list[Progress] = field(default_factory=list)
 
     def delivery(self, output: RequestOutput) -> Delivery | None:
-        """Return what is to be handed over now; who does not stream gets everything at the end."""
-        if not (self.job.streams or output.finished):
-            return None
+        """Return what is to be handed over now; who does not stream waits for the end.
+
+        Then the output no longer changes, and whoever has it may read it.
+        """
+        if not self.job.streams:
+            return Delivery(self.job, self.prompt, output, [], True) if output.finished else None
         deltas = []
         first = self.prompt * len(self.answers)
         for out, done in zip(output.outputs, self.answers, strict=True):

@@ -21,6 +21,7 @@ class Job:
         job_id: a name no other one has.
         arrived: when the request came, in seconds of `time.monotonic()`.
         streams: each step's output is wanted; False: all of it at the end.
+        has_logprobs: they are asked for, and answers are large.
         may_forbid: it allows or forbids tokens, so that none may be left.
         closed: nobody waits for it any more.
         outputs: by prompt, those that have begun.
@@ -48,6 +49,7 @@ class Job:
         self.job_id = job_id
         self.arrived = arrived
         self.streams = False
+        self.has_logprobs = False
         self.may_forbid = False
         self.closed = False
         self.outputs: dict[int, RequestOutput] = {}

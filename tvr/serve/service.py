@@ -144,8 +144,8 @@ class Service:
                 shape, options = await while_there(http.receive, work)
             if job.streams:
                 streams = True  # the stream closes the job
-                return EventStream(job, shape, options)
-            return await while_there(http.receive, whole(job, shape))
+                return EventStream(job, shape, options, self._in_pool)
+            return await while_there(http.receive, whole(job, shape, self._in_pool))
         except (ClientLeft, ClientDisconnect):
             return Response(status_code=HTTPStatus.BAD_REQUEST)  # to nobody
         finally:
@@ -211,6 +211,7 @@ class Service:
         params: SamplingParams,
     ) -> None:
         job.streams = bool(request.stream)
+        job.has_logprobs = params.logprobs is not None
         job.may_forbid = bool(params.allowed_token_ids or params.bad_words or params.min_tokens)
         for index, token_ids in enumerate(prompts):
             if job.closed:
