@@ -238,18 +238,35 @@ def test_a_second_signal_ends_at_once():
         sock.close()
 
 
-def test_a_process_whose_device_is_lost_ends_with_one_line_and_an_error():
-    code = (
-        "import tvr.cli\n"
-        "from tvr.core.runner import ModelRunner as R\n"
+FAULTS = {
+    "lost": (
         "def fail(self, *args): raise RuntimeError('boom')\n"
-        "R._run, R.why_lost = fail, lambda self: 'an illegal address'\n"
-        "tvr.cli.main()"
-    )
-    with Process(code=code) as process:
+        "runner.ModelRunner._run = fail\n"
+        "runner.ModelRunner.why_lost = lambda self: 'an illegal address'\n",
+        "the engine has ended: the device is lost: an illegal address",
+    ),
+    "hangs": (
+        "import time\n"
+        "from tvr.serve import server\n"
+        "runner.ModelRunner._run = lambda *args: time.sleep(1000)\n"
+        "server._LAST_STEP_S = 0.5\n",
+        "a step of the engine did not end within 0.5 s",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_process_whose_device_is_lost_or_hangs_ends_with_one_line_and_an_error(kind):
+    fault, expected = FAULTS[kind]
+    code = f"import tvr.cli\nfrom tvr.core import runner\n{fault}tvr.cli.main()"
+    with Process("--drain-s", "0.1", code=code) as process:
         running = process.running()
-        reply = running.post(COMPLETIONS, {**BODY, "model": "demo"})
-        assert reply.status in (500, 503)
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(running.post, COMPLETIONS, {**BODY, "model": "demo"})
+            if kind == "hangs":
+                wait_until(lambda: b'running{model_name="demo"} 1' in running.get("/metrics").body)
+                assert running.get("/health").status == 200
+                process.popen.send_signal(signal.SIGTERM)
+            assert reply.result(30).status in (500, 503)
         assert process.end() == 2
-        expected = "tvr: error: the engine has ended: the device is lost: an illegal address\n"
-        assert process.lines[-1] == expected
+        assert process.lines[-1] == f"tvr: error: {expected}\n"

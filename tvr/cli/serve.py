@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from tvr.cli import options
-from tvr.cli.exits import EXIT_INTERRUPTED
+from tvr.cli.exits import EXIT_ERROR, EXIT_INTERRUPTED
 from tvr.cli.output import remark
-from tvr.errors import ConfigError
+from tvr.errors import ConfigError, KernelError
 
 #: What the extra `serve` brings.
 _NEEDED = ("fastapi", "prometheus_client", "pydantic", "uvicorn")
@@ -107,8 +109,19 @@ def serve(
     ):
         server = Server(Service(llm, settings), sock)
         names, url = ", ".join(settings.model_names), url_of(sock)
-        server.run(lambda: remark(f"{names} is served at {url}"))
+        try:
+            server.run(lambda: remark(f"{names} is served at {url}"))
+        except KernelError as error:
+            _end_now(error, debug)
     return EXIT_INTERRUPTED if server.interrupted else 0
+
+
+def _end_now(error: KernelError, debug: bool) -> NoReturn:
+    """End the process: an ordinary end waits for the device, which may be lost or hang."""
+    if debug:
+        traceback.print_exc()
+    remark(f"error: {error}")
+    os._exit(EXIT_ERROR)
 
 
 def _name_of(model: str) -> str:

@@ -74,7 +74,8 @@ class Server:
             on_ready: called once clients may connect.
 
         Raises:
-            KernelError: the engine failed for good.
+            KernelError: the engine failed for good, or a step of it does not end. Do not wait for
+                it: closing the engine would.
         """
         asyncio.run(self._serve(on_ready))
 
@@ -102,7 +103,7 @@ class Server:
         if self.service.engine.fatal is not None:
             raise KernelError(f"the engine has ended: {self.service.engine.fatal}")
         if not ended:
-            raise KernelError(f"the engine did not end its step within {_LAST_STEP_S:g} s")
+            raise KernelError(f"a step of the engine did not end within {_LAST_STEP_S:g} s")
 
     async def _tell(self, on_ready: Callable[[], None]) -> None:
         while not self._uvicorn.started:
