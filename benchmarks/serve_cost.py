@@ -121,7 +121,8 @@ def main() -> None:
         asyncio.run(stream_all(args.port, args.clients, args.tokens))
         return
     num_blocks = args.clients * (args.tokens // 16 + 4)
-    with LLM(demo.path(), device="cpu", num_blocks=num_blocks) as llm:
+    sizes = {"num_blocks": num_blocks, "max_num_seqs": args.clients}
+    with LLM(demo.path(), device="cpu", **sizes) as llm:
         for name, measure in (("tvr serve", served), ("LLM.generate", alone)):
             spent = measure(llm, args.clients, args.tokens)
             print(f"\n{name}, CPU time a token:")
