@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import socket
@@ -14,6 +15,8 @@ from tvr import demo
 from tvr.cli.serve import _name_of
 
 pytest.importorskip("fastapi")
+
+from tvr.serve.server import Server
 
 
 @pytest.mark.parametrize(
@@ -64,6 +67,16 @@ def test_a_model_is_served_by_its_own_name(tmp_path):
     assert _name_of(str(tmp_path / "tiny.Q8.gguf")) == "tiny.Q8"
     assert _name_of("owner/model") == "owner/model"
     assert _name_of("demo") == "demo"
+
+
+def test_what_is_loaded_is_left_out_of_garbage_collections_while_it_serves(monkeypatch):
+    """One looked through all of it, and nobody was answered for 0.3 s."""
+    frozen = []
+    monkeypatch.setattr(Server, "run", lambda self, on_ready: frozen.append(gc.get_freeze_count()))
+    before = gc.get_freeze_count()
+    assert run_here("serve", "--port", "0", "--device", "cpu").returncode == 0
+    assert frozen[0] > 100_000
+    assert gc.get_freeze_count() == before
 
 
 @pytest.mark.parametrize("endpoint", ["/v1/completions"])
