@@ -69,11 +69,11 @@ nuclei = [Asked(top_p=p, top_k=k) for p in (0.05, 0.5, 0.99) for k in (None, 40)
 agree(normal(12, 700), tuple(nuclei))
 """,
     "what the filters rule out is drawn again until they do not": """
-flat = normal(12, 900) / 8
-narrow = [Asked(top_p=0.01), Asked(top_k=2), Asked(top_k=3, top_p=0.4), Asked(top_k=700)]
+flat = normal(8, 400) / 8
+narrow = [Asked(top_p=0.01), Asked(top_k=2), Asked(top_k=3, top_p=0.4), Asked(top_k=300)]
 agree(flat, tuple(narrow))
-agree(torch.zeros(12, 900), tuple(narrow))
-agree(flat.round(), tuple(narrow))
+agree(torch.zeros(4, 400), tuple(narrow))
+agree(flat[:4].round(), tuple(narrow))
 """,
     "the k best end among equals, in order of ids": """
 few = torch.randint(0, 3, (12, 900), generator=generator).float()
