@@ -13,9 +13,6 @@ from support.cli import refused_here, run_here
 from support.servers import MODEL, serving
 from tvr import demo
 from tvr.cli.serve import _name_of
-
-pytest.importorskip("fastapi")
-
 from tvr.serve.server import Server
 
 

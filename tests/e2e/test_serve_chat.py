@@ -8,8 +8,6 @@ from support.engines import save_text_model
 from support.servers import MODEL, events_of, serving, wait_until
 from tvr import SamplingParams
 
-pytest.importorskip("fastapi")
-
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "hello world"},

@@ -7,8 +7,6 @@ import pytest
 from support.servers import MODEL, events_of, serving, wait_until
 from tvr import SamplingParams, demo
 
-pytest.importorskip("fastapi")
-
 PROMPT = "ROMEO:\n"
 PROMPTS = [PROMPT, "JULIET:\nO", "First Citizen:\nBefore we"]
 

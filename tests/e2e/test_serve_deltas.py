@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 
-import pytest
-
-pytest.importorskip("fastapi")
-
 from tvr.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tvr.serve.admission import Admission
 from tvr.serve.answer import EventStream

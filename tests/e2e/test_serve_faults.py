@@ -19,8 +19,6 @@ from tvr.core.runner import ModelRunner
 from tvr.core.scheduler import Scheduler
 from tvr.errors import KernelError
 
-pytest.importorskip("fastapi")
-
 COMPLETIONS = "/v1/completions"
 BODY = {"model": MODEL, "prompt": "ROMEO:", "max_tokens": 20, "temperature": 0}
 LONG = {**BODY, "max_tokens": 900, "ignore_eos": True}

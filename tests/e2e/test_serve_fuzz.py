@@ -11,7 +11,6 @@ import pytest
 from support.engines import save_text_model
 from support.servers import serving, wait_until
 
-pytest.importorskip("fastapi")
 pytest.importorskip("schemathesis")
 
 KEY = "right-key"

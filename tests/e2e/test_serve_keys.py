@@ -9,8 +9,6 @@ import pytest
 from support.servers import MODEL, serving
 from tvr import demo
 
-pytest.importorskip("fastapi")
-
 KEYS = ("right-key", "other-key")
 
 

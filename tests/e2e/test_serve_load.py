@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import statistics
 import threading
 import time
@@ -16,8 +17,7 @@ import pytest
 from support.servers import MODEL, events_of, serving, wait_until
 from tvr import SamplingParams, demo
 from tvr.core.tokenizer import Tokenizer
-
-pytest.importorskip("fastapi")
+from tvr.serve import body
 
 COMPLETIONS = "/v1/completions"
 LONG = {"model": MODEL, "prompt": "ROMEO:", "max_tokens": 900, "temperature": 1, "ignore_eos": True}
@@ -97,6 +97,40 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(running, begin):
         assert reply.result().status == 200
 
 
+def half_a_body(running, size=100):
+    """Begin a request and send one byte less than its body."""
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    sock = socket.create_connection(running.address, timeout=30)
+    sock.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode() + b"x" * (size - 1))
+    return sock
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(running, monkeypatch):
+    monkeypatch.setattr(body, "_PATIENCE_S", 0.2)
+    with half_a_body(running) as sock:
+        assert sock.recv(65536).startswith(b"HTTP/1.1 408 ")
+    assert running.service._bodies.held == 0
+
+
+def test_a_client_that_leaves_before_its_body_has_come_counts_no_more(running):
+    with half_a_body(running):
+        wait_until(lambda: running.service._bodies.held == 99)
+        assert running.service.admission.taken == 1
+    wait_until(lambda: running.service._bodies.held == running.service.admission.taken == 0)
+
+
+def test_bodies_take_only_so_much_memory_together(running, monkeypatch):
+    monkeypatch.setattr(body, "_LONGEST_AT_ONCE", 1)
+    monkeypatch.setattr(running.service._bodies, "max_bytes", 100_000)
+    with half_a_body(running, 60_000):
+        wait_until(lambda: running.service._bodies.held == 59_999)
+        with half_a_body(running, 60_000) as sock:
+            answer = sock.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert b"retry-after: 1" in answer.lower()
+        assert running.post(COMPLETIONS, {**LONG, "max_tokens": 1}).status == 200
+
+
 def test_more_answers_than_can_ever_wait_are_no_matter_of_time(running):
     for fields in ({"n": 9}, {"prompt": ["x"] * 9}, {"prompt": ["x"] * 3, "n": 3}):
         reply = running.post(COMPLETIONS, {**LONG, **fields})
@@ -172,8 +206,8 @@ def test_a_client_that_does_not_read_keeps_nobody_waiting(running, begin):
     received = b""
     while b"[DONE]" not in received:
         received += sock.recv(65536)
-    _, _, body = received.partition(b"\r\n\r\n")
-    events = [json.loads(e[6:]) for e in body.split(b"\n") if e.startswith(b"data: {")]
+    _, _, said = received.partition(b"\r\n\r\n")
+    events = [json.loads(e[6:]) for e in said.split(b"\n") if e.startswith(b"data: {")]
     assert sum(len(e["choices"][0]["logprobs"]["tokens"]) for e in events) == 300
 
 

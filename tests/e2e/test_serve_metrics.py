@@ -8,8 +8,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.servers import MODEL, serving, wait_until
 from tvr import demo
 
-pytest.importorskip("fastapi")
-
 COMPLETIONS = "/v1/completions"
 
 

@@ -12,8 +12,6 @@ from support.engines import save_text_model
 from support.servers import MODEL, serving, wait_until
 from tvr import SamplingParams, demo
 
-pytest.importorskip("fastapi")
-
 BROWSER = chromium.find()
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
 KEY = "right-key"

@@ -11,8 +11,6 @@ import pytest
 from support.servers import MODEL, serving, wait_until
 from tvr import demo
 
-pytest.importorskip("fastapi")
-
 BODY = {"model": MODEL, "prompt": "ROMEO:", "max_tokens": 2, "temperature": 0}
 COMPLETIONS = "/v1/completions"
 VOCAB_SIZE = 2048

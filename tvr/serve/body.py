@@ -49,18 +49,22 @@ class BodyReader:
         """
         body = bytearray()
         try:
-            await asyncio.wait_for(self._read(request, body), _PATIENCE_S)
+            await self._read_in_time(request, body)
             if not body:
                 raise bad_request("the body is empty; send a JSON object")
             _check_type(request)
             yield bytes(body)
+        finally:
+            self.held -= len(body)
+
+    async def _read_in_time(self, request: Request, body: bytearray) -> None:
+        try:
+            await asyncio.wait_for(self._read(request, body), _PATIENCE_S)
         except asyncio.TimeoutError:
             raise ApiError(
                 HTTPStatus.REQUEST_TIMEOUT,
                 f"the body did not come within {_PATIENCE_S:g} s; send it at once",
             ) from None
-        finally:
-            self.held -= len(body)
 
     async def _read(self, request: Request, body: bytearray) -> None:
         announced = request.headers.get("content-length", "0")
