@@ -14,10 +14,12 @@ import torch
 
 from support.batch import PagedRun
 from support.table import WrappedTable
-from tvr.contract import LinearSpec
+from tvr.cli.backends import op_specs
+from tvr.contract import OPS, LinearSpec
 from tvr.core.config import ModelConfig
 from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
+from tvr.core.step_ops import StepOps
 from tvr.core.weights import dummy_weights
 from tvr.errors import CapacityError
 
@@ -111,6 +113,17 @@ def test_what_is_fused_changes_no_bit_of_the_reference(parts, dtype, monkeypatch
         fused, plain = (run.step(**step) for run in runs)
         for name, logits in fused.items():
             assert torch.equal(logits, plain[name])
+
+
+def test_what_backends_explain_are_specs_that_a_model_asks_for():
+    table = WrappedTable()
+    build(table)
+    sizes = {"dtype": "float32", "block_size": 16, "vocab_size": CONFIG.vocab_size}
+    StepOps.bind(table, **sizes)
+    asked = {*table.specs, *(part for spec in table.specs for part in spec.parts())}
+    explained = op_specs(CONFIG, "float32", 16)
+    assert [spec for spec in explained if spec not in asked] == []
+    assert {spec.op for spec in explained} == set(OPS)
 
 
 def test_a_batch_invariant_model_asks_for_no_fused_product():

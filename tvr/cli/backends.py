@@ -98,7 +98,7 @@ def _specs(model: str | None, config: EngineConfig, device_type: str) -> list[Op
 
 def op_specs(shape: ModelConfig, dtype: str, block_size: int) -> list[OpSpec]:
     """Return one spec for each op of the contract, as a model of `shape` binds it."""
-    from tvr.core.products import SMALL_BATCH_ROWS
+    from tvr.core.products import FUSED_ROWS
     from tvr.core.sampling_params import MAX_LOGPROBS
 
     heads: dict[str, Any] = {
@@ -120,14 +120,17 @@ def op_specs(shape: ModelConfig, dtype: str, block_size: int) -> list[OpSpec]:
         contract.AttentionPrefillSpec(**paged),
         contract.SiluMulSpec(dtype=dtype, intermediate_size=shape.intermediate_size),
         contract.LinearSpec(
-            dtype=dtype, in_features=hidden, out_features=hidden, bias=shape.attention_bias
+            dtype=dtype,
+            in_features=shape.num_heads * shape.head_dim,
+            out_features=hidden,
+            bias=shape.attention_bias,
         ),
         contract.FusedLinearSpec(
             dtype=dtype,
             in_features=hidden,
             out_features=2 * shape.intermediate_size,
             bias=shape.mlp_bias,
-            max_rows=SMALL_BATCH_ROWS,
+            max_rows=FUSED_ROWS,
             rms_norm=True,
             silu_mul=True,
         ),
