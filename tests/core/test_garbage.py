@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -90,3 +92,8 @@ def test_what_somebody_unfroze_is_no_trouble(frozen):
 
 def test_all_engines_of_a_process_share_what_freezes():
     assert frozen_objects() is frozen_objects()
+
+
+def test_what_freezes_is_there_before_two_threads_can_ask_for_it_at_once():
+    code = "from tvr.core.garbage import frozen_objects as f; assert f.cache_info().currsize == 1"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -46,6 +46,7 @@ def test_settings_that_cannot_work_are_refused(change, message):
         ([1], {"max_tokens": 2.5}, "max_tokens = 2.5, must be a whole number"),
         ([1], {"max_tokens": None}, "max_tokens = None, must be a whole number"),
         ([1], {"min_tokens": "2"}, "min_tokens = '2', must be a whole number"),
+        ([1], {"cache_salt": ["a"]}, r"cache_salt = \['a'\], must be a text or None"),
         ([1] * 256, {"max_tokens": 1}, "prompt of 256 tokens .* max_model_len = 256 allows 255"),
         ([1] * 257, {"max_tokens": 1}, "prompt of 257 tokens"),
         (

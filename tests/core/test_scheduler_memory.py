@@ -489,6 +489,8 @@ def test_counts_tell_preemptions_and_prompt_tokens_found_in_the_cache():
     for name in ("cold", "warm"):
         loop.add(name, [1] * 33)
         loop.drain()
+    loop.add("asks for logits", [1] * 33, prompt_logits=True)  # so it is not looked up
+    loop.drain()
     assert loop.scheduler.counts == {"queried_tokens": 66, "cached_tokens": 32}
     loop = Loop(lag=0, num_blocks=8, max_model_len=128)
     seqs = [loop.add(str(index), [index + 1] * 17, max_tokens=60) for index in range(3)]

@@ -72,3 +72,8 @@ class FrozenObjects:
 def frozen_objects() -> FrozenObjects:
     """Return the one of this process."""
     return FrozenObjects()
+
+
+# Made by the import, which one thread does: two that load their first engines at once would each
+# make their own.
+frozen_objects()

@@ -63,7 +63,7 @@ class Placement:
         seq.row = self.free_rows.pop()
         if seq.status is SequenceStatus.WAITING:
             seq.num_cached_tokens = seq.num_scheduled
-            if blocks.enable_prefix_caching:
+            if blocks.enable_prefix_caching and not seq.prompt_logits:
                 self.counts["queried_tokens"] += seq.num_prompt_tokens
                 self.counts["cached_tokens"] += seq.num_cached_tokens
         seq.status = SequenceStatus.RUNNING

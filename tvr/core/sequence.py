@@ -147,6 +147,8 @@ class Sequence:
         for field in ("max_tokens", "min_tokens", "max_lag", "priority"):
             if not isinstance(value := getattr(self, field), Integral):
                 raise RequestError(f"{name}: {field} = {value!r}, must be a whole number")
+        if not isinstance(self.cache_salt, str | None):
+            raise RequestError(f"{name}: cache_salt = {self.cache_salt!r}, must be a text or None")
         if self.status is not SequenceStatus.WAITING:
             raise RequestError(f"{name} is {self.status.value} already: make a new Sequence")
         if not num_prompt:
