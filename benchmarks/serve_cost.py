@@ -1,133 +1,170 @@
-"""What a server costs beside its engine: CPU time by thread while clients stream.
+"""What a server costs beside its engine, at many concurrent streams.
 
-    python benchmarks/serve_cost.py --clients 64 --tokens 256
+    python benchmarks/serve_cost.py OUT.json [--streams 64] [--input-len 128] [--output-len 128]
 
-A server on the demo model runs in a thread of this process, and another process streams from it
-with so many clients at once. Linux says how long each thread ran. `serve` is the event loop,
-`tvr-text` parses and encodes, `tvr-engine` steps the engine and hands over: without a server, as
-`LLM.generate`, the main thread steps it. `tvr-cpu-device` computes. The clients share the machine,
-so times on the clock say little.
+In turns: `LLM.generate` answers requests on the demo model, and `tvr bench serve` asks a server,
+whose engine has the same settings, for the same ones, all at once and streamed. The figures that
+others on the machine disturb least are microseconds of processor time per token, by thread:
+
+- `host`: the thread that schedules and makes texts; without a server and with one;
+- `model`: the thread that runs the model's kernels, also of both;
+- `event_loop` and `text`, which only a server has: HTTP, JSON and events; parsing and tokenising.
+
+Tokens a second of both are noted, too; the client runs on the same machine. Linux.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
-import re
+import platform
+import signal
+import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tvr import LLM, SamplingParams, demo
+from tvr.bench.report import write_json
+from tvr.bench.workload import random_prompts
+from tvr.serve.server import Server, bind, url_of
+from tvr.serve.service import Service
+from tvr.serve.settings import ServeSettings
 
-PROMPT = "ROMEO:\nWhat light through yonder window breaks? It is the east, and"
-END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
-
-
-def thread_times() -> Counter[str]:
-    """Return the CPU seconds of this process's threads, by name without their numbers."""
-    times: Counter[str] = Counter()
-    for thread in threading.enumerate():
-        name = re.sub(r"[_-]\d+$", "", thread.name)
-        nanoseconds = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]
-        times[name] += int(nanoseconds) / 1e9
-    return times
+VOCAB_SIZE = 2048
 
 
-def fields_of(tokens: int, seed: int) -> dict[str, object]:
-    """Return a request's fields, which have the same names in the API and in `SamplingParams`."""
-    return {"max_tokens": tokens, "ignore_eos": True, "temperature": 0.8, "seed": seed}
-
-
-async def stream(port: int, tokens: int, seed: int) -> tuple[int, float]:
-    """Ask for an answer; return its events and the seconds to the first one."""
-    body = {"model": "demo", "prompt": PROMPT, "stream": True, **fields_of(tokens, seed)}
-    data = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    began = time.perf_counter()
-    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-    num_events, first, tail = 0, 0.0, b""
-    while not tail.endswith(END):
-        received = await reader.read(1 << 16)
-        if not received:
-            raise ConnectionError(f"the connection ended before the answer did: {tail!r}")
-        found = received.count(b'"finish_reason"')
-        if found and not num_events:
-            first = time.perf_counter() - began
-        num_events += found
-        tail = (tail + received)[-len(END) :]
-    writer.close()
-    return num_events, first
-
-
-async def stream_all(port: int, clients: int, tokens: int) -> None:
-    """Let all clients stream at once and print what came."""
-    began = time.perf_counter()
-    answers = await asyncio.gather(*(stream(port, tokens, i) for i in range(clients)))
-    took = time.perf_counter() - began
-    firsts = sorted(first for _, first in answers)
-    events = sum(num for num, _ in answers)
-    print(
-        f"{clients} clients, {tokens} tokens each: {events} events in {took:.1f} s, "
-        f"{clients * tokens / took:.0f} tokens/s, first after {firsts[len(firsts) // 2]:.2f} s",
-        flush=True,
+def open_llm(asked: argparse.Namespace) -> LLM:
+    """Return an engine that runs all streams at once."""
+    length = asked.input_len + asked.output_len
+    return LLM(
+        demo.path(),
+        device="cpu",
+        max_num_seqs=asked.streams,
+        num_blocks=(asked.streams + 1) * -(-length // 16),
     )
 
 
-def served(llm: LLM, clients: int, tokens: int) -> Counter[str]:
-    """Return the threads' CPU seconds while clients stream from a server."""
-    from tvr.serve.server import Server, bind
-    from tvr.serve.service import Service
-    from tvr.serve.settings import ServeSettings
-
-    with bind("127.0.0.1", 0) as sock:
-        port = sock.getsockname()[1]
+def serve(asked: argparse.Namespace) -> None:
+    """Serve until SIGTERM; the first line printed says where, and which threads do what."""
+    with bind("127.0.0.1", 0) as sock, open_llm(asked) as llm:
+        llm.generate([[2]], SamplingParams(max_tokens=1))  # the model's thread begins with it
         server = Server(Service(llm, ServeSettings(model_names=("demo",))), sock)
-        ready = threading.Event()
-        thread = threading.Thread(target=server.run, args=(ready.set,), name="serve")
-        thread.start()
-        ready.wait()
-        command = [sys.executable, __file__, "--clients", str(clients), "--port", str(port)]
-        subprocess.run([*command, "--tokens", "8"], check=True, stdout=subprocess.DEVNULL)
-        before = thread_times()
-        subprocess.run([*command, "--tokens", str(tokens)], check=True)
-        spent = thread_times() - before
-        server.stop()
-        thread.join()
-    return spent
+
+        def ready() -> None:
+            threads = {t.name.partition("_")[0]: t.native_id for t in threading.enumerate()}
+            found = {"host": threads["tvr-engine"], "model": threads["tvr-cpu-device"]}
+            print(json.dumps({"url": url_of(sock), **found}), flush=True)
+
+        server.run(ready)
 
 
-def alone(llm: LLM, clients: int, tokens: int) -> Counter[str]:
-    """Return the same of the engine without a server."""
-    params = [SamplingParams(**fields_of(tokens, i)) for i in range(clients)]
-    before = thread_times()
-    llm.generate([PROMPT] * clients, params)
-    return thread_times() - before
+def offline(llm: LLM, prompts: list[list[int]], output_len: int) -> dict[str, float]:
+    """Return what the requests cost without a server."""
+    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
+    clocks = (time.perf_counter, time.process_time, time.thread_time)
+    began = [clock() for clock in clocks]
+    outputs = llm.generate(prompts, params)
+    seconds, cpu, host = (clock() - at for clock, at in zip(clocks, began, strict=True))
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return {
+        "offline_tokens_per_s": tokens / seconds,
+        "offline_host_us": host / tokens * 1e6,
+        "offline_model_us": (cpu - host) / tokens * 1e6,
+    }
 
 
-def main() -> None:
-    """Print a table of microseconds a token."""
+def cpu_by_thread(pid: int) -> dict[int, float]:
+    """Return each thread's seconds of processor time."""
+    return {
+        int(task.name): int((task / "schedstat").read_text().split()[0]) / 1e9
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    }
+
+
+def served(
+    pid: int, facts: dict[str, Any], asked: argparse.Namespace, seed: int
+) -> dict[str, float]:
+    """Return what the same requests cost with a server around the engine."""
+    before = cpu_by_thread(pid)
+    report = asked.out.with_suffix(".load.json")
+    options = {
+        "base-url": facts["url"],
+        "num-prompts": asked.streams,
+        "max-concurrency": asked.streams,
+        "input-len": asked.input_len,
+        "output-len": asked.output_len,
+        "vocab-size": VOCAB_SIZE,
+        "random-seed": seed,
+        "json": report,
+    }
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    command = [sys.executable, "-m", "tvr", "bench", "serve", "--ignore-eos", *words]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    (row,) = json.loads(report.read_text())["rows"]
+    report.unlink()
+    spent = {tid: cpu - before.get(tid, 0.0) for tid, cpu in cpu_by_thread(pid).items()}
+    # The client's first request, which finds out how to ask, is not in its report.
+    each = 1e6 / ((asked.streams + 1) * asked.output_len)
+    host, model, loop = (spent.pop(tid) for tid in (facts["host"], facts["model"], pid))
+    return {
+        "served_tokens_per_s": row["output_throughput"],
+        "served_host_us": host * each,
+        "served_model_us": model * each,
+        "event_loop_us": loop * each,
+        "text_us": sum(spent.values()) * each,
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and write the report."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.port is not None:
-        asyncio.run(stream_all(args.port, args.clients, args.tokens))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args(argv)
+    if asked.serve:
+        serve(asked)
         return
-    num_blocks = args.clients * (args.tokens // 16 + 4)
-    sizes = {"num_blocks": num_blocks, "max_num_seqs": args.clients}
-    with LLM(demo.path(), device="cpu", **sizes) as llm:
-        for name, measure in (("tvr serve", served), ("LLM.generate", alone)):
-            spent = measure(llm, args.clients, args.tokens)
-            print(f"\n{name}, CPU time a token:")
-            for thread, seconds in sorted(spent.items()):
-                print(f"  {thread:<16} {seconds / args.clients / args.tokens * 1e6:8.1f} us")
+    words = argv or sys.argv[1:]
+    child = subprocess.Popen(
+        [sys.executable, __file__, *words, "--serve"], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None, "piped"
+    try:
+        facts = json.loads(child.stdout.readline())
+        rows = []
+        with open_llm(asked) as llm:
+            for number in range(-1, asked.rounds):  # the first one is to warm up
+                prompts = random_prompts(asked.streams, asked.input_len, VOCAB_SIZE, number + 1)
+                alone = offline(llm, prompts, asked.output_len)
+                rows.append({**alone, **served(child.pid, facts, asked, number + 1)})
+    finally:
+        child.send_signal(signal.SIGTERM)
+        child.wait(60)
+    rows = rows[1:]
+    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    header = {
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "command": " ".join(["python", "benchmarks/serve_cost.py", *words]),
+        "streams": asked.streams,
+        "input_len": asked.input_len,
+        "output_len": asked.output_len,
+        "median": medians,
+    }
+    write_json(asked.out, header, rows)
+    print(json.dumps(medians, indent=1))
 
 
 if __name__ == "__main__":
