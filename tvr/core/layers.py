@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tvr.contract import AttentionDecodeSpec, AttentionPrefillSpec, RopeKvWriteSpec
 from tvr.core.products import AddedLinear, GatedLinear, NormedLinear
-from tvr.core.stream import RMSNorm
+from tvr.core.residual_stream import RMSNorm
 
 if TYPE_CHECKING:
     from tvr.core.batch import ForwardBatch
     from tvr.core.buffers import Buffers
     from tvr.core.build_context import BuildContext
     from tvr.core.parameters import LayerWeights
-    from tvr.core.stream import Stream
+    from tvr.core.residual_stream import ResidualStream
 
 
 class DecoderLayer:
@@ -38,7 +38,7 @@ class DecoderLayer:
         self._down = AddedLinear(mlp.at("down_proj"), weights.down)
 
     def __call__(
-        self, x: Stream, batch: ForwardBatch, kv: tuple[Tensor, Tensor], scratch: Buffers
+        self, x: ResidualStream, batch: ForwardBatch, kv: tuple[Tensor, Tensor], scratch: Buffers
     ) -> None:
         """Advance x by one layer; kv: its caches."""
         # x = x + o(attention(qkv(norm(x))))

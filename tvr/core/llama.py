@@ -20,8 +20,8 @@ from tvr.core.kv_cache import KVCache
 from tvr.core.layers import DecoderLayer
 from tvr.core.parameters import LinearWeights, Weights
 from tvr.core.products import Linear
+from tvr.core.residual_stream import ResidualStream, RMSNorm
 from tvr.core.rope import build_cos_sin_cache
-from tvr.core.stream import RMSNorm, Stream
 
 if TYPE_CHECKING:
     from tvr.core.batch import ForwardBatch
@@ -130,8 +130,8 @@ class LlamaForCausalLM:
         return self._buffers.first(num_tokens)
 
 
-def _stream(buffers: Buffers, *, has_delta: bool) -> Stream:
-    return Stream(
+def _stream(buffers: Buffers, *, has_delta: bool) -> ResidualStream:
+    return ResidualStream(
         residual=buffers.residual,
         delta=buffers.delta,
         has_delta=has_delta,

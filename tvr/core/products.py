@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from tvr.core.build_context import BuildContext
     from tvr.core.parameters import LinearWeights
-    from tvr.core.stream import RMSNorm, Stream
+    from tvr.core.residual_stream import ResidualStream, RMSNorm
 
 #: Up to this many rows a product goes to the op bound for small batches.
 SMALL_BATCH_ROWS = 8
@@ -53,7 +53,7 @@ class NormedLinear:
         self._linear = Linear(ctx, weights)
         self._fused = _fused(ctx, weights, norm.weight.shape[0], rms_norm=True)
 
-    def __call__(self, x: Stream, *, out: Tensor) -> None:
+    def __call__(self, x: ResidualStream, *, out: Tensor) -> None:
         """out [T, out]."""
         if self._fused is not None and _is_whole_and_small(x):
             self._fused(x.residual, norm_weight=self._norm.weight, eps=self._norm.eps, out=out)
@@ -76,7 +76,7 @@ class GatedLinear:
         hidden = norm.weight.shape[0]
         self._fused = _fused(ctx.at("gate_up_proj"), gate_up, hidden, rms_norm=True, silu_mul=True)
 
-    def __call__(self, x: Stream, *, gate_up: Tensor, out: Tensor) -> None:
+    def __call__(self, x: ResidualStream, *, gate_up: Tensor, out: Tensor) -> None:
         """out [T, I]; scratch: gate_up [T, 2 * I]."""
         if self._fused is not None and _is_whole_and_small(x):
             self._fused(x.residual, norm_weight=self._norm.weight, eps=self._norm.eps, out=out)
@@ -92,7 +92,7 @@ class AddedLinear:
         self._linear = Linear(ctx, weights)
         self._fused = _fused(ctx, weights, weights.weight.shape[0], add=True)
 
-    def __call__(self, x: Tensor, stream: Stream) -> None:
+    def __call__(self, x: Tensor, stream: ResidualStream) -> None:
         """x [T, in]."""
         if self.adds_at_once(len(x)):
             assert self._fused is not None
@@ -148,7 +148,7 @@ def _fused(
     return _PackedLinear(ctx, spec, weights)
 
 
-def _is_whole_and_small(x: Stream) -> bool:
+def _is_whole_and_small(x: ResidualStream) -> bool:
     return not x.has_delta and len(x.residual) <= FUSED_ROWS
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True, slots=True)
-class Stream:
+class ResidualStream:
     """What every layer reads and adds to.
 
     An op that adds may do so at once. Where it does not, the sum waits for the next norm, which
