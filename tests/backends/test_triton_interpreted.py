@@ -30,6 +30,11 @@ def test_silu_mul_takes_gates_of_any_size_in_fp32():
     run_interpreted(_SILU_MUL)
 
 
+def test_a_gated_product_takes_pairs_where_the_plain_one_is_best_a_row_a_program():
+    """It takes over the plain product's configuration, which was tuned without pairs in mind."""
+    run_interpreted(_GATED)
+
+
 def test_nan_in_the_next_sequence_does_not_reach_a_chunk_behind_a_short_prefix():
     """Its first rows see less than a tile, and so does what was cached before."""
     run_interpreted(_PREFILL)
@@ -60,6 +65,29 @@ x = torch.cat((gate, torch.ones_like(gate)))[None]
 op = bind_silu_mul(SiluMulSpec(dtype="float32", intermediate_size=len(gate)), open_gpu("cpu"))
 out = op.run(x, out=torch.empty(1, len(gate)))
 torch.testing.assert_close(out[0], torch.nn.functional.silu(gate), rtol=1e-6, atol=1e-37)
+"""
+
+_GATED = """
+from unittest.mock import patch
+import torch
+from tvr.backends.torch_ref.fused_linear import bind_fused_linear as reference
+from tvr.backends.triton import configs
+from tvr.backends.triton.fused_linear import bind_fused_linear
+from tvr.backends.triton.launch import Config, open_gpu
+from tvr.contract import FusedLinearSpec
+spec = FusedLinearSpec(
+    dtype="float32", in_features=72, out_features=10, max_rows=1, silu_mul=True
+)
+shape = {"dtype": "float32", "in_features": 72, "out_features": 10, "rows": 1}
+table = {configs.key("linear_plain", 0, shape): Config(blocks={"BN": 1, "BK": 128})}
+with patch.object(configs, "shipped", lambda: table):
+    op = bind_fused_linear(spec, open_gpu("cpu"))
+generator = torch.Generator().manual_seed(0)
+x, weight = (torch.randn(n, 72, generator=generator) for n in (1, 10))
+found, wanted = torch.empty(1, 5), torch.empty(1, 5)
+op.run(x, (weight, None), out=found)
+reference(spec).run(x, (weight, None), out=wanted)
+torch.testing.assert_close(found, wanted)
 """
 
 _PREFILL = """

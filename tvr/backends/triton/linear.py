@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import triton
 from torch import Tensor
@@ -123,6 +124,9 @@ def _config(spec: LinearSpec, gpu: Gpu, rows: int, is_plain: bool) -> Config:
     }
     config = tuned(f"linear_{kind}", gpu.sm, Config(num_warps, 1, blocks), **shape)
     if isinstance(spec, FusedLinearSpec):
+        if spec.silu_mul:  # a program has whole pairs of gate and up
+            pairs = {**config.blocks, "BN": max(2, config.blocks["BN"])}
+            config = replace(config, blocks=pairs)
         parts = "+".join(name for name in ("rms_norm", "silu_mul", "add") if getattr(spec, name))
         config = tuned("fused_linear", gpu.sm, config, **shape, fused=parts)
     return config
