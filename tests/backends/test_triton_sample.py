@@ -167,7 +167,7 @@ def test_distances_up_to_a_gap_end_where_quotients_round_to_the_next():
 
 
 def test_rows_are_cut_so_that_programs_come_in_full_waves():
-    from tvr.backends.triton.sample import shared
+    from tvr.backends.triton.sharing import shared
 
     assert shared(1, 63, 528) == (63, 1)
     assert shared(256, 63, 528) == (2, 32)

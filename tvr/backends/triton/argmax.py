@@ -9,9 +9,9 @@ from torch import Tensor
 from tvr.backends.triton.configs import tuned
 from tvr.backends.triton.device import let_next_start, wait_for_inputs
 from tvr.backends.triton.launch import Config, Gpu, Kernel
+from tvr.backends.triton.sharing import programs_at_a_time
 from tvr.contract import ArgmaxSpec, BoundOp, Bounds
 
-_WARPS_OF_AN_SM = 32  # where rows are shared: as many as their registers let in
 _PARTIAL_BYTES, _COUNTER_BYTES = 8, 4
 
 _LARGEST_INT32 = tl.constexpr(2**31 - 1)
@@ -101,7 +101,7 @@ def bind_argmax(spec: ArgmaxSpec, gpu: Gpu) -> BoundOp:
         dtype=spec.dtype,
     )
     tiles_of_a_row = triton.cdiv(vocab, config.blocks["BLOCK"])
-    most_programs = gpu.num_sms * max(1, _WARPS_OF_AN_SM // config.num_warps)  # of shared rows
+    most_programs = programs_at_a_time(gpu, config)  # of shared rows
     kernel = Kernel(gpu, argmax_kernel, config)
     workspace: dict[str, Tensor] = {}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 import triton
@@ -15,9 +14,9 @@ from tvr.backends.triton.sample_bracket import MARKS
 from tvr.backends.triton.sample_choice import choice_kernel, pick_kernel
 from tvr.backends.triton.sample_kernels import before_kernel, best_kernel, race_kernel
 from tvr.backends.triton.sample_search import narrow_kernel, redraw_kernel
+from tvr.backends.triton.sharing import programs_at_a_time, shared
 from tvr.contract import BoundOp, Bounds, SampleSpec, SamplingTables
 
-_WARPS_OF_AN_SM = 32  # where rows are shared: as many as their registers let in
 _ROUNDS = 2  # of marks: gaps at the end of the kept tokens are then known to 1 in 17 * 17
 _TILES_OF_CHUNK = 4  # of a row that is searched; few rows are, and all programs share them
 
@@ -71,22 +70,6 @@ class Room:
         return found
 
 
-@cache
-def shared(num_rows: int, tiles: int, programs: int) -> tuple[int, int]:
-    """Return into how many parts a row is cut, and of how many tiles each is.
-
-    Programs come in waves of `programs`, and what each does first takes as long as a tile: that
-    the last wave be full and that there be few programs are weighed against each other.
-    """
-
-    def tile_times(parts: int) -> int:
-        waves = -(-num_rows * parts // programs)
-        return waves * (-(-tiles // parts) + 1)
-
-    tiles_of_part = -(-tiles // min(range(1, tiles + 1), key=tile_times))
-    return -(-tiles // tiles_of_part), tiles_of_part
-
-
 def bind_sample(spec: SampleSpec, gpu: Gpu) -> BoundOp:
     vocab = spec.vocab_size
     best_config = tuned(
@@ -115,11 +98,8 @@ def bind_sample(spec: SampleSpec, gpu: Gpu) -> BoundOp:
     redraw = Kernel(gpu, redraw_kernel, tile_config, max_registers=64, **after).unfused()
     choice = Kernel(gpu, choice_kernel, choice_config, BLOCK=block, **after).unfused()
     rooms: dict[str, Tensor] = {}
-
-    def programs(config: Config) -> int:
-        """Return how many run at a time."""
-        return gpu.num_sms * max(1, _WARPS_OF_AN_SM // config.num_warps)
-
+    programs = programs_at_a_time(gpu, tile_config)
+    best_programs = programs_at_a_time(gpu, best_config)
     row_room = Room(rows=1, keys=keys["KEYS"], tiles=tiles, chunks=chunks)
 
     def run(
@@ -133,8 +113,8 @@ def bind_sample(spec: SampleSpec, gpu: Gpu) -> BoundOp:
     ) -> Tensor:
         """out [R] int64: the token of each row of logits [R, vocab]; -1: none is finite."""
         n = len(logits)
-        best_parts, best_tiles_of_part = shared(n, best_tiles, programs(best_config))
-        parts, tiles_of_part = shared(n, tiles, programs(tile_config))
+        best_parts, best_tiles_of_part = shared(n, best_tiles, best_programs)
+        parts, tiles_of_part = shared(n, tiles, programs)
         penalties = (tables.repetition, tables.presence, tables.frequency, tables.counts)
         strides = (logits.stride(0), tables.counts.stride(0), vocab)
         heat = (tables.temperature, tables.max_gap)
@@ -169,7 +149,7 @@ def bind_sample(spec: SampleSpec, gpu: Gpu) -> BoundOp:
             *(x["drawn_places"], *to_search),
             *(*strides, tiles, best_parts, parts),
         )
-        searchers = (min(n * chunks, programs(tile_config)),)
+        searchers = (min(n * chunks, programs),)
         for round_of_marks in narrow:
             round_of_marks(
                 searchers,

@@ -10,9 +10,8 @@ from tvr.backends.triton.sample_bracket import bracket_of, total_of
 from tvr.backends.triton.sample_exact import last_of_best, mass_until
 from tvr.backends.triton.sample_kernels import CLOSE, best_of, winner_in
 from tvr.backends.triton.sample_race import INF, LAST, winner_of
-from tvr.backends.triton.sample_rows import gap_at, logit_in, row_of, weights_of
+from tvr.backends.triton.sample_rows import gap_at, id_at, logit_in, row_of, weights_of
 
-_ID_MASK = tl.constexpr(2**24 - 1)
 _MOST_COUNTED = tl.constexpr(2 * (2**14 - 1))  # what int16 holds, the prompt's bit left out
 
 # Sums of fp32 weights, of at most 2^-16 error, tell on which side of top_p a token is unless they
@@ -198,7 +197,7 @@ def choice_kernel(
                         if p < 1.0:
                             before = mass_until(facts, limit, wide_tiles, WIDE * BLOCK)
                             searching = before >= threshold
-            token = (drawn & _ID_MASK).to(tl.int32)
+            token = id_at(drawn)
         repeat, present = tl.load(repetition + row), tl.load(presence + row)
         if (repeat != 1.0) | (present != 0.0) | (tl.load(frequency + row) != 0.0):
             counts += row * counts_stride

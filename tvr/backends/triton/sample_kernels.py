@@ -16,6 +16,7 @@ from tvr.backends.triton.sample_rows import (
     adjusted_logits,
     distances_in,
     exponent_of,
+    id_at,
     is_within,
     logit_in,
     penalties_of,
@@ -26,8 +27,6 @@ from tvr.backends.triton.sample_rows import (
 # fp32's error in the ratio of two times, and what exact scores lose where they are rounded, are
 # below 2^-15. Tokens that are no further apart are compared exactly.
 CLOSE = tl.constexpr(1.0 + 2.0**-13)
-
-_ID_MASK = tl.constexpr(2**24 - 1)
 
 
 @triton.jit
@@ -166,8 +165,8 @@ def race_kernel(
                 False,
                 CLOSE,
             )
-            token = tl.where(drawn == LAST, -1, drawn & _ID_MASK)
-            tl.store(winners + i * tiles + part, token.to(tl.int32))
+            token = tl.where(drawn == LAST, -1, id_at(drawn))
+            tl.store(winners + i * tiles + part, token)
             tl.store(masses + i * tiles + part, mass)
 
 

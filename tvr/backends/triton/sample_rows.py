@@ -124,7 +124,7 @@ def reach_of(place, heat):
     below = tl.maximum(gap.to(tl.int32, bitcast=True) - 1, 0).to(tl.float32, bitcast=True)
     upto = tl.where(place >= 0, distance_upto(gap, heat), -1.0)
     less = tl.where(gap > 0, distance_upto(below, heat), -1.0)
-    return upto, less, (place & _ID_MASK).to(tl.int32)
+    return upto, less, id_at(place)
 
 
 @triton.jit
@@ -146,6 +146,12 @@ def place_of(gap, id):
     """Return the int64 by which tokens are ordered: smaller gaps come first, then lower ids."""
     # The bits of floats that are not negative order as integers do.
     return (gap.to(tl.int32, bitcast=True).to(tl.int64) << _ID_BITS) | id
+
+
+@triton.jit
+def id_at(place):
+    """Return the int32 id in a place."""
+    return (place & _ID_MASK).to(tl.int32)
 
 
 @triton.jit

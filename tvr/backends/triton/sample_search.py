@@ -17,12 +17,11 @@ from tvr.backends.triton.sample_rows import (
     distance_upto,
     distances_in,
     exponent_of,
+    id_at,
     last_at,
     logit_in,
     row_of,
 )
-
-_ID_MASK = tl.constexpr(2**24 - 1)
 
 
 @triton.jit(do_not_specialize=["best_parts", "parts", "round_stride"])
@@ -171,5 +170,5 @@ def redraw_kernel(
         drawn, _ = winner_of(
             facts, limit, seed, position, first, num_tiles, False, BLOCK, TILES, True, CLOSE
         )
-        token = tl.where(drawn == LAST, -1, drawn & _ID_MASK)
-        tl.store(winners + i * tiles + chunk, token.to(tl.int32))
+        token = tl.where(drawn == LAST, -1, id_at(drawn))
+        tl.store(winners + i * tiles + chunk, token)

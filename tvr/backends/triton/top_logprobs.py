@@ -15,11 +15,9 @@ from tvr.backends.triton.argmax import key_of
 from tvr.backends.triton.configs import tuned
 from tvr.backends.triton.device import LOG2_E, let_next_start, wait_for_inputs
 from tvr.backends.triton.launch import Config, Gpu, Kernel
-from tvr.backends.triton.sample import shared
 from tvr.backends.triton.sample_rows import logit_in
+from tvr.backends.triton.sharing import programs_at_a_time, shared
 from tvr.contract import LOGPROB_FLOOR, BoundOp, Bounds, TopLogprobsSpec
-
-_WARPS_OF_AN_SM = 32  # where rows are shared: as many as their registers let in
 
 _LOG2_E = tl.constexpr(LOG2_E)
 _FLOOR = tl.constexpr(LOGPROB_FLOOR)
@@ -178,7 +176,7 @@ def bind_top_logprobs(spec: TopLogprobsSpec, gpu: Gpu) -> BoundOp:
     segment, at_once = config.blocks["SEGMENT"], config.blocks["SEGMENTS"]
     segments = triton.cdiv(vocab, segment)
     tiles = triton.cdiv(segments, at_once)
-    programs = gpu.num_sms * max(1, _WARPS_OF_AN_SM // config.num_warps)  # at a time
+    programs = programs_at_a_time(gpu, config)
     first = Kernel(gpu, segments_kernel, config)
     merge = Kernel(
         gpu,
