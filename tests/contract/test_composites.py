@@ -145,7 +145,7 @@ def test_a_composed_product_rounds_where_its_parts_do_and_packs_as_its_linear_do
     bind["linear"] = lambda spec, device: BoundOp(run=linear, pack=lambda w, b: ("packed", w))
     table = table_of(fake("parts", list(runs), bind=bind))
     spec = spec_of("fused_linear", dtype="bfloat16", in_features=16, out_features=8, **fused)
-    bound, pack = table.bind_linear(spec)
+    bound = table.bind(spec)
     generator = torch.Generator().manual_seed(3)
     x, weight, norm_weight, residual = (
         torch.randn(shape, generator=generator).bfloat16()
@@ -163,7 +163,7 @@ def test_a_composed_product_rounds_where_its_parts_do_and_packs_as_its_linear_do
     if spec.add:
         arguments["residual"] = residual
     out = residual if alias else torch.empty_like(residual)
-    assert bound.run(x, pack(weight, None), **arguments, out=out) is out
+    assert bound.run(x, bound.pack(weight, None), **arguments, out=out) is out
     assert torch.equal(out, wanted)
     assert given[0][0] == "packed"
     assert given[0][1] is weight

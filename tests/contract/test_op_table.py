@@ -474,15 +474,13 @@ def test_a_bound_op_without_a_state_may_be_shared():
 # Linear.
 
 
-def test_linear_is_packed_by_its_binder_or_handed_over_as_a_pair():
+def test_linear_is_packed_by_its_binder():
     def bind(spec, device):
         return BoundOp(run=no_run, pack=lambda weight, bias: ("packed", weight, bias))
 
-    bound, pack = table_of(fake("a", bind={"linear": bind})).bind_linear(spec_of("linear"))
+    bound = table_of(fake("a", bind={"linear": bind})).bind(spec_of("linear"))
     assert bound.run is no_run
-    assert pack(1, 2) == ("packed", 1, 2)
-    _, pack = table_of(fake("a")).bind_linear(spec_of("linear"))
-    assert pack(1, None) == (1, None)
+    assert bound.pack(1, 2) == ("packed", 1, 2)
 
 
 def test_linear_may_be_routed_by_row_count_to_two_backends():
@@ -661,8 +659,7 @@ def test_ops_of_another_backend_with_a_stream_fork_from_the_callers_and_join_it(
         "b's waits for engine", "enter b's", "b plans", "leave b's", "engine waits for b's",
     ]  # fmt: skip
     log.clear()
-    _, pack = table.bind_linear(spec_of("linear"))
-    assert pack("weight", None) == "packed"
+    assert table.bind(spec_of("linear")).pack("weight", None) == "packed"
     assert log[0] == "b's waits for engine"
 
 

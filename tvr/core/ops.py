@@ -19,7 +19,6 @@ from tvr.contract import (
     BoundOp,
     Bounds,
     DeviceFacts,
-    LinearSpec,
     OpSpec,
     StepMeta,
 )
@@ -110,13 +109,6 @@ class OpTable:
         """
         bound = self.bind(spec)
         return bound if self._watcher is None else self._watched(self._bindings[spec], site)
-
-    def bind_linear(
-        self, spec: LinearSpec
-    ) -> tuple[BoundOp, Callable[[Tensor, Tensor | None], Any]]:
-        """Return the bound `linear` and what packs (weight [out, in], bias [out] | None) for it."""
-        bound = self.bind(spec)
-        return bound, bound.pack or _pair
 
     def serves_whole(self, spec: OpSpec, *, instead_of: OpSpec) -> bool:
         """Return whether one backend serves a composite, and may do so in place of another op.
@@ -263,10 +255,6 @@ def _ask(binding: Binding, name: str, argument: object) -> Any:  # noqa: ANN401
         raise PluginError(
             f"{binding.spec.op} of backend {binding.backend!r}: {name} raised {describe(e)}"
         ) from e
-
-
-def _pair(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return weight, bias
 
 
 def _aligned_zeros(num_bytes: int, device: str) -> Tensor:
