@@ -168,10 +168,13 @@ def main() -> None:
     parser.add_argument("--sm", default="90", help="with commas: several")
     parser.add_argument("--dtype", default="bfloat16", help="with commas: several")
     parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--vocab", type=int, help="a kernel of few tokens takes other registers")
     parser.add_argument("--ones", action="store_true", help="every other size is 1")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
     sizes = {**(ONES if args.ones else {}), "head_dim": args.head_dim}
+    if args.vocab is not None:
+        sizes["vocab"] = args.vocab
     sms = [int(sm) for sm in args.sm.split(",")]
     jobs = list(product(args.ops, sms, args.dtype.split(",")))
     if len(jobs) == 1:

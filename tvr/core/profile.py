@@ -1,5 +1,7 @@
-"""Steps that no request asked for, and the small ones that compile what first requests would
-otherwise wait for. `largest_steps.py` has the large ones."""
+"""Small steps that no request asked for: what they compile, the first requests need not wait for.
+
+`largest_steps.py` has the large ones, made of the same pieces.
+"""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ Pending = Callable[[], StepResult]
 PROMPT_LOGIT_ROWS = 64
 MAX_PROMPT_LOGIT_ROWS = 1024
 
-#: Of so many rows the log-probabilities of all are computed if one in this many wants them: that
-#: costs less than to gather logits.
+#: Log-probabilities of all rows are computed if more than one in this many wants them: that costs
+#: less than to gather logits.
 FEW_WANT_LOGPROBS = 4
 
 
