@@ -114,6 +114,16 @@ def test_no_memory_is_said():
     assert row["error"] == "out of memory: tried to allocate 9 GiB"
 
 
+def test_no_memory_of_a_cpu_is_said():
+    """There torch has no error of its own for it."""
+
+    def bind(spec, device):
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    (row,) = rows_of(small_cell("silu_mul"), binding("silu_mul", bind))
+    assert row["error"].startswith("out of memory: ")
+
+
 def test_a_failure_while_it_is_timed_costs_the_number():
     calls = []
 

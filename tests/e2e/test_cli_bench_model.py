@@ -10,6 +10,7 @@ from support.bench_models import save_config
 from support.cli import refused_here, run_here
 from support.plugins import install
 from tvr.bench.engine_latency import Latency
+from tvr.cli.bench_model import open_model
 from tvr.core.llm import LLM
 
 #: Two backends: "wrong" turns keys and queries the other way, "slow" is right and takes its time.
@@ -71,6 +72,7 @@ class Broken:
 wrong, slow, broken = Wrong(), Slow(), Broken()
 """
 
+AS_SERVED = {"enforce_eager": False, "batch_invariant": False}
 ITERS = ("--num-iters", "5", "--num-iters-warmup", "0")
 
 
@@ -307,6 +309,11 @@ def test_the_demo_model_is_the_default(tmp_path):
         (["throughput", "--input-len", "0"], "--input-len is 0"),
         (["throughput", "--output-len", "-1"], "--output-len is -1"),
         (["throughput", "--num-iters", "0"], "--num-iters is 0"),
+        (["throughput", "--num-prompts", "99999999999"], "of memory are free; ask for fewer"),
+        (
+            ["throughput", "--workload", "nano", "--num-prompts", "99999999999"],
+            "of memory are free",
+        ),
         (["throughput", "--input-len", "200"], "workload 'random' takes 328 tokens"),
         (["throughput", "--backend", "nothing"], "backend 'nothing' is not known"),
     ],
@@ -315,6 +322,19 @@ def test_what_cannot_be_done_is_one_line_and_ends_with_2(folder, options, says):
     command, *rest = options
     model = ("--model", folder, "--load-format", "dummy", "--device", "cpu")
     assert says in refused_here("bench", command, *model, *rest)
+
+
+def test_a_batch_that_memory_cannot_hold_is_an_error_of_its_row(bench):
+    done = bench("latency", "--batch", "9999999999", *ITERS, "--backend", "torch")
+    assert done.returncode == 1
+    assert "failed at batch 9999999999: CapacityError: a KV cache of" in done.stdout
+
+
+def test_a_batch_beyond_the_tokens_of_a_step_raises_both_limits(folder):
+    model = open_model(str(folder), "cpu", "auto", "dummy", None, None, **AS_SERVED)
+    assert model.step_limits(32) == (None, None)
+    assert model.step_limits(2048) == (2048, None)
+    assert model.step_limits(3000) == (3000, 3000)
 
 
 def test_files_that_cannot_be_compared_are_one_line(tmp_path):
@@ -346,7 +366,7 @@ def test_sizes_may_go_together_and_tokens_be_drawn(bench, tmp_path):
         ("--sizes", "1x4", "is not of the form BATCHxPROMPT+ANSWER"),
         ("--sizes", "1x4+1", "an answer"),
         ("--sampling", "temperature", "is not NAME=NUMBER"),
-        ("--sampling", "heat=1", "has an unknown name; known: n, temperature"),
+        ("--sampling", "heat=1", "has an unknown name; known: temperature, top_p"),
         ("--sampling", "max_tokens=1", "is the benchmark's own"),
         ("--sampling", "top_p=7", "top_p"),
     ],

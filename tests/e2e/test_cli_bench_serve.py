@@ -301,6 +301,7 @@ def test_a_prompt_that_is_always_refused_is_one_line_with_the_first_reason():
     ("options", "says"),
     [
         (["--num-prompts", "0"], "--num-prompts is 0; it must be at least 1"),
+        (["--num-prompts", "99999999999"], "of memory are free; ask for fewer or shorter ones"),
         (["--max-concurrency", "0"], "--max-concurrency is 0"),
         (["--request-rate", "0"], "--request-rate is 0; it must be above 0, or inf"),
         (["--request-rate", "nan"], "--request-rate is nan"),

@@ -13,14 +13,13 @@ from tvr import SamplingParams
 from tvr.contract import Bounds
 from tvr.core.config import ModelConfig
 from tvr.core.engine_config import EngineConfig
+from tvr.core.host_memory import GIB, available_cpu_bytes
 from tvr.core.largest_steps import LargestSteps
 from tvr.core.llama import LlamaForCausalLM
 from tvr.core.loader import device_facts, load_backends
 from tvr.core.memory import (
     CPU_POOL_BYTES,
-    GIB,
     DeviceMemory,
-    available_cpu_bytes,
     cpu_pool_bytes,
     cuda_budget,
     cuda_pool_bytes,
@@ -109,6 +108,15 @@ def test_a_cpu_pool_is_modest_but_holds_a_context_that_was_asked_for(monkeypatch
     assert asked == 4096 * large.kv_bytes_per_block(16, "float32") // 16
     fraction = EngineConfig(max_model_len=4096, memory_fraction=0.1)
     assert cpu_pool_bytes(fraction, large, "float32") == 2 * GIB
+
+
+def test_a_cpu_pool_that_memory_cannot_hold_is_refused(monkeypatch):
+    """The system grants it, since it takes memory as it fills, and then ends the process."""
+    one = SMALL.kv_bytes_per_block(16, "float32")
+    monkeypatch.setattr("tvr.core.memory.available_cpu_bytes", lambda: 100 * one)
+    assert cpu_pool_bytes(EngineConfig(num_blocks=100), SMALL, "float32") > 0
+    with pytest.raises(CapacityError, match="a KV cache of 101 blocks of 16 tokens takes"):
+        cpu_pool_bytes(EngineConfig(num_blocks=101), SMALL, "float32")
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="only Linux has it")

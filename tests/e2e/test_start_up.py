@@ -16,8 +16,9 @@ from support.tape import Tape
 from tvr import LLM
 from tvr.contract import DeviceFacts
 from tvr.core.engine_config import EngineConfig
+from tvr.core.host_memory import GIB
 from tvr.core.largest_steps import DRIVER_PIECE_BYTES, LargestSteps, measured_pool_bytes
-from tvr.core.memory import GIB, DeviceMemory, cuda_budget
+from tvr.core.memory import DeviceMemory, cuda_budget
 from tvr.core.profile import WARM_UP_DECODES, warm_up
 from tvr.errors import KernelError
 

@@ -99,6 +99,6 @@ def _skipped(peer: Peer, cell: Cell) -> dict[str, Any]:
 def says(error: BaseException) -> str:
     """Return what went wrong in one line, for a row."""
     text = " ".join(str(error).split())
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in text:
         return f"out of memory: {text}"
     return text if isinstance(error, CheckFailed) else f"{type(error).__name__}: {text}"

@@ -148,7 +148,9 @@ class Latency:
                 entries[name] = _Entry(llm=llm, facts=gate.facts(llm, name, batch.batch))
             except (Exception, SystemExit) as error:
                 failed[name] = says(error)
-        prompts = random_prompts(batch.batch, batch.input_len, self._model.config.vocab_size, 0)
+        # Where no engine could be loaded, the batch may be too large for its prompts, too.
+        vocab_size, num = self._model.config.vocab_size, batch.batch if entries else 0
+        prompts = random_prompts(num, batch.input_len, vocab_size, 0)
         for i in range(self._num_warmup + self._num_iters):
             for name, entry in list(entries.items()):
                 try:

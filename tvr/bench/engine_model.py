@@ -111,6 +111,15 @@ class BenchModel:
                 f"{self.most_tokens} ({source}); ask for less"
             )
 
+    def step_limits(self, num_seqs: int) -> tuple[int | None, int | None]:
+        """Return the max_num_seqs and max_num_batched_tokens to ask of an engine.
+
+        None: the default, which holds `num_seqs` at once.
+        """
+        most_seqs, most_tokens = step_limits(EngineConfig(), self.device.type)
+        seqs = num_seqs if num_seqs > most_seqs else None
+        return seqs, num_seqs if num_seqs > most_tokens else None
+
     def load(
         self,
         backend: str,
@@ -132,7 +141,7 @@ class BenchModel:
         Raises:
             TvrError: it cannot be loaded.
         """
-        default, _ = step_limits(EngineConfig(), self.device.type)
+        most_seqs, most_tokens = self.step_limits(num_seqs)
         return LLM(
             self.path,
             backend=backend,
@@ -140,7 +149,8 @@ class BenchModel:
             device=str(self.device),
             max_model_len=context,
             num_blocks=num_blocks,
-            max_num_seqs=num_seqs if num_seqs > default else None,
+            max_num_seqs=most_seqs,
+            max_num_batched_tokens=most_tokens,
             enable_prefix_caching=False,
             load_format=self.load_format,
             plugins=self.plugins,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tvr.cli import options
-from tvr.cli.bench_options import Backends, JsonFile, numbers, whole
+from tvr.cli.bench_options import Backends, JsonFile, numbers, refuse_too_many, whole
 from tvr.cli.bench_run import check_picture, command_line, run_steps
 from tvr.cli.output import check_can_write
 from tvr.errors import ConfigError
@@ -28,6 +28,9 @@ _LEAST_ITERS = 5
 
 #: Tokens of a random prompt and of its answer.
 _RANDOM_LEN = 128
+
+#: Fields of `SamplingParams` that the benchmark sets itself.
+_OWN = ("n", "max_tokens", "ignore_eos")
 
 _WORKLOADS = ("random", "nano")
 
@@ -193,12 +196,15 @@ def throughput(
         )
         from tvr.bench.engine_throughput import Throughput
         from tvr.bench.model_table import format_throughput
-        from tvr.bench.workload import nano_workload, random_workload
+        from tvr.bench.workload import NANO_LENGTHS, nano_workload, random_workload
 
         vocab_size = opened.config.vocab_size
         if workload == "nano":
+            refuse_too_many(num_prompts, sum(NANO_LENGTHS) // 2)
             requests = nano_workload(num_prompts, vocab_size, random_seed)
-        else:
+        else:  # what does not fit is refused before prompts of that length are made
+            opened.refuse_longer("workload 'random'", input_len + output_len)
+            refuse_too_many(num_prompts, input_len)
             requests = random_workload(num_prompts, input_len, output_len, vocab_size, random_seed)
         backends = opened.backends(options.listed(backend))
         names = list(backends)
@@ -271,12 +277,13 @@ def _sampling(text: str) -> dict[str, Any]:
             raise ConfigError(
                 f"--sampling {part!r} is not NAME=NUMBER, as in temperature=0.8"
             ) from error
-    for name in ("n", "max_tokens", "ignore_eos"):
+    for name in _OWN:
         if name in chosen:
             raise ConfigError(f"--sampling {name} is the benchmark's own; leave it out")
     try:
         SamplingParams(**chosen)
     except TypeError as error:
-        names = ", ".join(f.name for f in dataclasses.fields(SamplingParams))
+        known = (f.name for f in dataclasses.fields(SamplingParams))
+        names = ", ".join(name for name in known if name not in _OWN)
         raise ConfigError(f"--sampling {text!r} has an unknown name; known: {names}") from error
     return chosen

@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
-from tvr.errors import ConfigError
+from tvr.errors import CapacityError, ConfigError
+
+#: Of a list of ids: a place in the list, and a number of its own.
+_BYTES_OF_A_TOKEN = 36
 
 Backends = Annotated[
     list[str] | None,
@@ -41,3 +44,15 @@ def whole(option: str, value: int, least: int) -> None:
     """Raise ConfigError if an option's number is below `least`."""
     if value < least:
         raise ConfigError(f"{option} is {value}; it must be at least {least}")
+
+
+def refuse_too_many(num_prompts: int, input_len: int) -> None:
+    """Raise CapacityError, before the first prompt is made, if they do not fit into memory."""
+    from tvr.core.host_memory import available_cpu_bytes, shown_bytes
+
+    needed, available = num_prompts * input_len * _BYTES_OF_A_TOKEN, available_cpu_bytes()
+    if needed > available:
+        raise CapacityError(
+            f"{num_prompts} prompts of {input_len} tokens take {shown_bytes(needed)}, and "
+            f"{shown_bytes(available)} of memory are free; ask for fewer or shorter ones"
+        )

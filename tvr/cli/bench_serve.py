@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from tvr.cli import options
-from tvr.cli.bench_options import JsonFile, whole
+from tvr.cli.bench_options import JsonFile, refuse_too_many, whole
 from tvr.cli.bench_run import command_line
 from tvr.cli.exits import EXIT_FAILED
 from tvr.cli.output import check_can_write, remark, text_writer
@@ -114,6 +114,7 @@ def serve(
 
     limits = parse_goodput([*(options.listed(goodput) or ()), *(more_goodput or ())])
     vocab = vocab_size or LARGEST_ID
+    refuse_too_many(num_prompts, input_len)
     options.allow_sockets(max_concurrency or num_prompts)
     options.allow_interrupts()
     served = asyncio.run(

@@ -11,7 +11,7 @@ import typer
 
 from tvr.cli import options
 from tvr.cli.bench_model import open_model
-from tvr.cli.bench_options import whole
+from tvr.cli.bench_options import refuse_too_many, whole
 from tvr.cli.bench_run import check_picture, command_line
 from tvr.cli.output import check_can_write, columns, remark, text_writer
 from tvr.errors import ConfigError
@@ -78,6 +78,7 @@ def profile(
 
         need = input_len + output_len
         opened.refuse_longer(f"--input-len {input_len} with --output-len {output_len}", need)
+        refuse_too_many(batch, input_len)
         names = opened.backends(None if backend == "auto" else (backend,))
         sizes = {"batch": batch, "input_len": input_len, "output_len": output_len}
         header = opened.header(command_line(), names, sizes) | opened.fields

@@ -12,9 +12,10 @@ from tvr.contract import Bounds
 from tvr.core.batch import DeviceTables
 from tvr.core.engine_config import EngineConfig
 from tvr.core.graph_capture import Capture, CudaCapture, GraphJob, capture_all
+from tvr.core.host_memory import shown_bytes
 from tvr.core.kv_cache import KVCache
 from tvr.core.llama import LlamaForCausalLM
-from tvr.core.memory import DeviceMemory, cuda_pool_bytes, shown_bytes
+from tvr.core.memory import DeviceMemory, cuda_pool_bytes
 from tvr.core.ops import OpTable
 from tvr.core.profile import DEAREST, TAIL_TOKENS, pack_chunks, states_of
 from tvr.core.runner import ModelRunner

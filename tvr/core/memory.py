@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from tvr.core.config import ModelConfig
 from tvr.core.engine_config import EngineConfig
+from tvr.core.host_memory import GIB, available_cpu_bytes, shown_bytes
 from tvr.errors import CapacityError, ConfigError
 
 _LOG = logging.getLogger(__name__)
 
-GIB = 1 << 30
 # CPU memory is shared with everything else on the machine, so the pool is modest: room for a few
 # full contexts, never more than this.
 CPU_POOL_BYTES = 1 * GIB
@@ -51,12 +48,6 @@ class Limits:
         )
 
 
-def shown_bytes(num_bytes: int) -> str:
-    """Return a size as people read it: in GiB, or in MiB where that would round to nothing."""
-    unit, name = (GIB, "GiB") if num_bytes >= GIB / 10 else (GIB / 1024, "MiB")
-    return f"{num_bytes / unit:.2f} {name}"
-
-
 def step_limits(config: EngineConfig, device_type: str) -> tuple[int, int]:
     """Return (max_num_seqs, max_num_batched_tokens), defaults filled in.
 
@@ -89,18 +80,6 @@ def context_limit(config: EngineConfig, model: ModelConfig) -> int:
             "(max_position_embeddings in config.json)"
         )
     return asked or model.max_position_embeddings
-
-
-def available_cpu_bytes() -> int:
-    """Return the bytes of memory that could be taken, or 8 GiB where the system does not say."""
-    # What Linux calls free leaves out the files it caches, and so all but nothing may be free.
-    with suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        (available,) = (line for line in lines if line.startswith("MemAvailable:"))
-        return int(available.split()[1]) * 1024
-    with suppress(AttributeError, OSError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    return 8 * GIB
 
 
 def size_pool(
@@ -139,8 +118,22 @@ def size_pool(
 
 
 def cpu_pool_bytes(config: EngineConfig, model: ModelConfig, dtype: str) -> int:
-    """Return the bytes a CPU pool may take: modest, but one asked-for context at least."""
-    free = int(available_cpu_bytes() * config.memory_fraction)
+    """Return the bytes a CPU pool may take: modest, but one asked-for context at least.
+
+    Raises:
+        CapacityError: a pool of `num_blocks` takes more memory than there is. The system would
+            grant it, and end the process once it fills.
+    """
+    available = available_cpu_bytes()
+    if config.num_blocks is not None:
+        asked = config.num_blocks * model.kv_bytes_per_block(config.block_size, dtype)
+        if asked > available:
+            raise CapacityError(
+                f"a KV cache of {config.num_blocks} blocks of {config.block_size} tokens takes "
+                f"{shown_bytes(asked)}, and {shown_bytes(available)} of memory are free; ask for "
+                "fewer or shorter requests at once, or lower num_blocks"
+            )
+    free = int(available * config.memory_fraction)
     pool = CPU_POOL_BYTES
     if config.max_model_len is not None:
         blocks = -(-config.max_model_len // config.block_size)
