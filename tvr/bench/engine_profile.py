@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tvr.bench.engine_model import BenchModel, synchronise
 from tvr.bench.trace import HEADER_KEY
 from tvr.bench.trace_ops import OpRanges
-from tvr.core.engine_config import EngineConfig
 from tvr.core.llm import LLM
-from tvr.core.memory import step_limits
 from tvr.core.phases import marked_phases
 from tvr.core.sampling_params import SamplingParams
 from tvr.errors import ConfigError
@@ -36,14 +35,15 @@ def load_for_profile(model: BenchModel, backend: str, *, context: int, num_seqs:
     Raises:
         TvrError: it cannot be loaded.
     """
-    default, _ = step_limits(EngineConfig(), model.device.type)
+    most_seqs, most_tokens = model.step_limits(num_seqs)
     return LLM(
         model.path,
         backend=backend,
         dtype=model.dtype,
         device=str(model.device),
         max_model_len=context,
-        max_num_seqs=num_seqs if num_seqs > default else None,
+        max_num_seqs=most_seqs,
+        max_num_batched_tokens=most_tokens,
         enable_prefix_caching=False,
         load_format=model.load_format,
         plugins=model.plugins,
@@ -71,7 +71,8 @@ def profile_steps(
         path: of the JSON.
         prompts: token ids of each request.
         output_len: tokens of each answer.
-        num_steps: steps to trace; fewer where the requests end before.
+        num_steps: steps to trace; fewer where the requests end before. The engine runs ahead by
+            one, and so sends off two at least.
         header: written into the trace, under `HEADER_KEY`.
 
     Returns:
@@ -89,19 +90,24 @@ def profile_steps(
     if llm.parts.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     ids = [f"profile-{i}" for i in range(len(prompts))]
-    done = 0
+    num_launched = 0
+
+    def marked(phase: str) -> AbstractContextManager[object]:
+        nonlocal num_launched
+        num_launched += phase == "launch"
+        return record_function(phase)
+
     synchronise(llm)
     # On a CPU the step is computed in a thread of its own, which must be seen, too.
     threads = _ExperimentalConfig(profile_all_threads=True)
     with (
         profile(activities=activities, experimental_config=threads, acc_events=True) as profiler,
-        marked_phases(llm, record_function),
+        marked_phases(llm, marked),
     ):
         for request_id, prompt in zip(ids, prompts, strict=True):
             llm.add_request(request_id, prompt, params)
-        while done < num_steps and llm.has_unfinished_requests():
+        while num_launched < num_steps and llm.has_unfinished_requests():
             llm.step()
-            done += 1
         for request_id in ids:
             llm.abort(request_id)
         while llm.has_unfinished_requests():  # the steps in flight end within the trace
@@ -109,4 +115,4 @@ def profile_steps(
         synchronise(llm)
         profiler.add_metadata_json(HEADER_KEY, json.dumps(header))
     profiler.export_chrome_trace(str(path))
-    return done
+    return num_launched
