@@ -116,6 +116,10 @@ def test_files_that_share_no_rows_say_what_differs(results):
     both = results("c.json", row(1.0, "b", dtype="bfloat16"), row(1.0, "c", dtype="bfloat16"))
     with pytest.raises(ConfigError, match="backend is a and b, c"):
         format_comparison(a, both)
+    other = results("d.json", {"backend": "a", "dtype": "bfloat16", "us": 1.0})
+    for pair in ((a, other), (other, a)):
+        with pytest.raises(ConfigError, match=r"only rows of .*a\.json have batch, so they"):
+            format_comparison(*pair)
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,9 @@ def _differs(a: Results, b: Results) -> str:
     for name in dict.fromkeys(name for row in (*mine, *theirs) for name in row):
         ours, others = ({str(row.get(name)) for row in rows} for rows in (mine, theirs))
         if not ours & others:
+            if {"None"} in (ours, others):
+                which = a if others == {"None"} else b
+                return f"only rows of {which.path} have {name}, so they measure different things"
             return f"{name} is {', '.join(sorted(ours))} and {', '.join(sorted(others))}"
     return "their sizes differ"
 
