@@ -253,7 +253,7 @@ def test_finished_requests_leave_no_trace(running):
     connection = HTTPConnection(*running.address, timeout=30)
     body = b'{"model": "small", "prompt": "x", "max_tokens": 1}'
     counts = []
-    for _ in range(200):  # on one connection
+    for _ in range(1000):  # on one connection
         connection.request("POST", COMPLETIONS, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         assert response.status == 200
