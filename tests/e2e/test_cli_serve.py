@@ -31,6 +31,8 @@ from tvr.serve.server import Server
         (["--drain-s", "-1"], ["drain_s"]),
         (["--drain-s", "inf"], ["drain_s"]),
         (["--model", "no-such-model/"], ["no-such-model"]),
+        (["--max-num-seqs", "0"], ["max_num_seqs", "0"]),
+        (["--max-num-seqs", "9", "--max-num-batched-tokens", "8"], ["max_num_seqs is 9", "8"]),
     ],
 )
 def test_a_bad_option_is_one_line(options, parts):
@@ -64,6 +66,16 @@ def test_a_model_is_served_by_its_own_name(tmp_path):
     assert _name_of(str(tmp_path / "tiny.Q8.gguf")) == "tiny.Q8"
     assert _name_of("owner/model") == "owner/model"
     assert _name_of("demo") == "demo"
+
+
+def test_steps_are_as_large_as_asked_for(monkeypatch):
+    limits = []
+    monkeypatch.setattr(
+        Server, "run", lambda self, on_ready: limits.append(self.service.engine.llm.limits)
+    )
+    few = ["--max-num-seqs", "3", "--max-num-batched-tokens", "64"]
+    assert run_here("serve", "--port", "0", "--device", "cpu", *few).returncode == 0
+    assert (limits[0].max_num_seqs, limits[0].max_num_batched_tokens) == (3, 64)
 
 
 def test_what_is_loaded_is_left_out_of_garbage_collections_while_it_serves(monkeypatch):

@@ -157,6 +157,8 @@ def open_llm(
     strict: bool,
     enforce_eager: bool,
     batch_invariant: bool = False,
+    max_num_seqs: int | None = None,
+    max_num_batched_tokens: int | None = None,
     needs_tokenizer: bool = True,
     shadow: Watcher | None = None,
 ) -> LLM:
@@ -186,6 +188,8 @@ def open_llm(
             strict=strict,
             enforce_eager=enforce_eager,
             batch_invariant=batch_invariant,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             shadow=shadow,
             progress=progress,
         )

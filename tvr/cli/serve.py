@@ -60,6 +60,16 @@ def serve(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     max_model_len: options.MaxModelLen = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(metavar="N", help="Most answers that run at once.")
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Most tokens of a step. Fewer: long prompts keep other answers waiting less.",
+        ),
+    ] = None,
     load_format: options.LoadFormat = "auto",
     plugins: options.Plugins = None,
     strict: options.Strict = False,
@@ -106,6 +116,8 @@ def serve(
             plugins=plugins,
             strict=strict,
             enforce_eager=enforce_eager,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
         ) as llm,
     ):
         server = Server(Service(llm, settings), sock)
