@@ -13,6 +13,7 @@ from support.fault import Fault, faulty
 from support.faults import FAULTS
 from tvr.backends.torch_ref import plugin
 from tvr.bench.comparison import MOST_SETS, num_sets
+from tvr.bench.op_cells import op_cells
 from tvr.bench.peer import Peer
 from tvr.bench.rows import failed
 from tvr.conformance.subject import Subject
@@ -86,6 +87,28 @@ def test_a_wrong_backend_gets_an_error_and_no_number(fault):
     assert wrong["tb_s"] is None
     assert wrong["error"]
     assert failed([right, wrong])
+
+
+def searches_the_second_half(right, spec, a):
+    half = spec.vocab_size // 2
+    return right(logits=a["logits"][:, half:]).add_(half)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        planted("argmax", "searches_half_the_vocabulary"),
+        planted("argmax", "takes_the_last_of_equals"),
+        Fault(check="", op="argmax", fault=searches_the_second_half),
+    ],
+    ids=lambda fault: fault.name,
+)
+def test_of_a_single_row_half_of_a_vocabulary_is_missed(fault):
+    """Where the largest logits were at random places, one such backend in four got a number."""
+    (cell,) = op_cells(["argmax"], dtype="bfloat16", rows=(1,), megabytes=0, on_cpu=True)
+    right, wrong = rows_of(cell, plugin, faulty(fault))
+    assert right["us"] > 0
+    assert wrong["us"] is None
 
 
 def test_what_is_off_is_named_with_its_place_and_limit():

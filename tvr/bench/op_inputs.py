@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 #: What the rows of `sample` ask for.
 _SAMPLED = Asked(temperature=0.8, top_p=0.95, repetition=1.1, presence=0.2, frequency=0.1)
 
+#: Beyond all of some 10^12 normal numbers.
+_LARGEST = 16.0
+
 _FIRST_POSITION, _MAX_POSITION = 1000, 131072
 
 
@@ -92,7 +95,11 @@ def op_calls(cell: RowsCell, buffers: Buffers, num_sets: int) -> list[Call]:
             own["out"] = empty("out", rows, n_out)
             shared = {"bias": None}
         case ArgmaxSpec(vocab_size=n):
-            own = {"logits": normal("x", rows, n)}
+            # Of one row the gate sees two results. Random ones would let pass what searches half
+            # of the vocabulary, one time in four: these are the last token, and the first of two.
+            own = {"logits": normal("x", rows, n).clone()}
+            own["logits"][:, 0, -1] = _LARGEST
+            own["logits"][-1, 0, 0] = _LARGEST
             own["out"] = buffers.unfilled("ids", (num_sets, rows), torch.int64)
         case PrepareStepSpec():
             g = torch.Generator().manual_seed(rows)
