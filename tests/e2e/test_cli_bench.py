@@ -146,6 +146,7 @@ def test_without_a_gpu_one_line_says_how_to_measure_the_cpu(command):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        (["ops", "--device", "tpu"], "device 'tpu' is not known; use auto, cpu, cuda or cuda:N"),
         (["attention", "--op", "x"], "--op 'x' is not known; known: decode, prefill, both"),
         (["attention", "--head-dim", "64,"], "--head-dim '64,' is no list of whole numbers"),
         (["attention", "--batch", "0"], "--batch '0' is no list of whole numbers above 0"),
@@ -159,7 +160,7 @@ def test_without_a_gpu_one_line_says_how_to_measure_the_cpu(command):
         (["attention", "--plot", "x.txt"], "must end in one of .png"),
         (["attention", "--json", "nowhere/x.json"], "there is no folder nowhere"),
         (["attention", "--backend", "nothing"], "backend 'nothing' is not known; known: "),
-        (["attention", "--device", "tpu"], "device"),
+        (["attention", "--device", "tpu"], "device 'tpu' is not known"),
         (["ops", "--op", "attention_decode"], "is not known here; known: rms_norm"),
         (["ops", "--rows", "many"], "--rows 'many' is no list"),
         (["ops", "--mb", "-1"], "--mb is -1"),

@@ -154,7 +154,7 @@ def _facts(device: str) -> DeviceFacts:
 
     from tvr.core.loader import device_facts
 
-    if device != "cpu" and not torch.cuda.is_available():
+    if device.startswith(("auto", "cuda")) and not torch.cuda.is_available():
         raise BackendUnavailable(
             f"tvr bench measures on a GPU, and torch {torch.__version__} sees no CUDA device; "
             "--device cpu times the CPU, eagerly and by the clock"
