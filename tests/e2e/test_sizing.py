@@ -24,6 +24,7 @@ from tvr.core.memory import (
     cuda_budget,
     cuda_pool_bytes,
     size_pool,
+    step_limits,
 )
 from tvr.core.profile import pack_chunks, warm_up
 from tvr.core.step_ops import StepOps
@@ -43,6 +44,22 @@ SMALL = ModelConfig(
 )
 BLOCK_BYTES = SMALL.kv_bytes_per_block(16, "float32")
 EMPTY = DeviceMemory(total=100 * GIB, free=99 * GIB, reserved=0, allocated=0)
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "tokens", "seqs"),
+    [
+        ("cpu", None, 2048, 32),
+        ("cuda", None, 16384, 256),
+        ("cuda", 80, 16384, 256),
+        ("cuda", 24, 8192, 256),
+    ],
+)
+def test_steps_are_smaller_where_memory_is(device, gib, tokens, seqs):
+    device_bytes = None if gib is None else gib * GIB
+    assert step_limits(EngineConfig(), device, device_bytes) == (seqs, tokens)
+    asked = EngineConfig(max_num_seqs=3, max_num_batched_tokens=50)
+    assert step_limits(asked, device, device_bytes) == (3, 50)
 
 
 def pool_after(config, before, *, weights, peak, libraries=0, others=0, graphs=0):

@@ -39,7 +39,8 @@ class EngineConfig:
         memory_fraction: share of the device's memory that this engine may take, whatever other
             engines and processes have; on a CPU, of the memory that is available.
         max_num_seqs: most sequences in one step.
-        max_num_batched_tokens: most tokens in one step; by default 16,384 on a GPU, 2,048 on a CPU.
+        max_num_batched_tokens: most tokens in one step; by default 16,384 on a GPU, 8,192 on one of
+            less than 60 GiB, 2,048 on a CPU.
         enable_prefix_caching: reuse the KV blocks of equal prompt beginnings.
         batch_invariant: results must not depend on neighbours, bit for bit.
         load_format: "safetensors" and "gguf" read a checkpoint of that format, "auto" the one

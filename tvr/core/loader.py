@@ -171,12 +171,12 @@ def load_engine(
     model_config = checkpoint.config
     device = device_facts(config.device)
     dtype = resolve_dtype(config, model_config, device.type)
-    seqs, tokens = step_limits(config, device.type)
     dummy = config.load_format == "dummy"
     tokenizer = checkpoint.tokenizer()
     _, ops = load_backends(config, device, plugins)
     where = torch.device(str(device))
     before = DeviceMemory.of(where) if device.type == "cuda" else None
+    seqs, tokens = step_limits(config, device.type, None if before is None else before.total)
     if before is not None:
         memory, contexts = cuda_budget(config, before), seqs
     else:

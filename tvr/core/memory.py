@@ -19,6 +19,10 @@ _LOG = logging.getLogger(__name__)
 CPU_POOL_BYTES = 1 * GIB
 CPU_POOL_SEQUENCES = 4
 
+#: Most tokens of a step, unless asked otherwise.
+CPU_STEP_TOKENS, SMALL_GPU_STEP_TOKENS, GPU_STEP_TOKENS = 2048, 8192, 16384
+LARGE_GPU_BYTES = 60 * GIB
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -48,16 +52,28 @@ class Limits:
         )
 
 
-def step_limits(config: EngineConfig, device_type: str) -> tuple[int, int]:
+def step_limits(
+    config: EngineConfig, device_type: str, device_bytes: int | None = None
+) -> tuple[int, int]:
     """Return (max_num_seqs, max_num_batched_tokens), defaults filled in.
 
     On a GPU prompts come in few large steps: what attention has cached before is read by slower
-    paths than what is new. Whoever answers others meanwhile may want smaller ones.
+    paths than what is new. Whoever answers others meanwhile may want smaller ones. A small GPU gets
+    them too, as activations would take too much of its KV pool.
+
+    Args:
+        config: what was asked for.
+        device_type: "cuda" or "cpu".
+        device_bytes: memory of a GPU; None: not known, and enough.
 
     Raises:
         ConfigError: a step would be too small for one token of each sequence.
     """
-    tokens = config.max_num_batched_tokens or (16384 if device_type == "cuda" else 2048)
+    default = CPU_STEP_TOKENS
+    if device_type == "cuda":
+        is_small = device_bytes is not None and device_bytes < LARGE_GPU_BYTES
+        default = SMALL_GPU_STEP_TOKENS if is_small else GPU_STEP_TOKENS
+    tokens = config.max_num_batched_tokens or default
     seqs = config.max_num_seqs or min(tokens, 256 if device_type == "cuda" else 32)
     if seqs > tokens:
         raise ConfigError(
