@@ -208,6 +208,19 @@ def test_a_heading_counts_the_step_that_is_sent_off_ahead(tmp_path):
     assert len(fused) == 4 * SIZES["num_hidden_layers"]
 
 
+def test_a_trace_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    """torch says nothing of a full disk: an older trace was read as if it were the new one."""
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda self, path: None)
+    file = tmp_path / "t.json"
+    file.write_text("older")
+    model = ("--model", save_config(tmp_path / "small"), "--load-format", "dummy")
+    sizes = ("--steps", "2", "--input-len", "4", "--output-len", "4", "--device", "cpu")
+    line = refused_here("profile", *model, *sizes, "-o", file)
+    assert f"the trace {file} cannot be written" in line
+    assert file.read_text() == "older"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small", "t.json"]
+
+
 def test_requests_that_end_before_are_traced_to_their_end(tmp_path):
     model = ("--model", save_config(tmp_path / "small"), "--load-format", "dummy")
     sizes = ("--steps", "9", "--input-len", "4", "--output-len", "2", "--device", "cpu")

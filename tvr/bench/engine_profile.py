@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch._C._profiler import _ExperimentalConfig
@@ -114,5 +115,15 @@ def profile_steps(
             llm.step()
         synchronise(llm)
         profiler.add_metadata_json(HEADER_KEY, json.dumps(header))
-    profiler.export_chrome_trace(str(path))
+    _export(profiler, path)
     return num_launched
+
+
+def _export(profiler: profile, path: Path) -> None:
+    """Write the trace; where torch cannot, it leaves half a file beside an older one, silently."""
+    with TemporaryDirectory(dir=path.parent, prefix=".tvr-trace-") as folder:
+        whole = Path(folder) / path.name
+        profiler.export_chrome_trace(str(whole))
+        if not whole.exists():
+            raise ConfigError(f"the trace {path} cannot be written; see if its disk is full")
+        whole.replace(path)

@@ -97,13 +97,13 @@ def profile(
     if done < steps:
         remark(f"the requests ended after {done} steps; a longer --output-len has more")
     trace = read_trace(output)
-    if plot is not None:
-        from tvr.bench.plot_timeline import plot_timeline
-
-        plot_timeline(plot, trace, HOST_PHASES, STEP_PHASES)
     rows = trace_rows(trace, [*HOST_PHASES, "step", *STEP_PHASES])
     idle = "" if trace.idle is None else f", device idle {trace.idle:.1%}"
     heading = f"{done} steps of {batch} x {input_len} + {output_len}{idle}: {output}"
     table = columns(rows, right=range(1, len(rows[0])))
     text_writer()("\n".join([heading, "", *table]) + "\n")
+    if plot is not None:
+        from tvr.bench.plot_timeline import plot_timeline
+
+        plot_timeline(plot, trace, HOST_PHASES, STEP_PHASES)
     return 0
