@@ -360,6 +360,12 @@ def test_sizes_may_go_together_and_tokens_be_drawn(bench, tmp_path):
     assert all(row["ttft_ms"] > 0 and row["itl_ms"] > 0 for row in rows)
 
 
+def test_sizes_beside_the_options_that_they_stand_for_are_refused(bench):
+    done = bench("latency", "--sizes", "1x4+3", "--batch", "2")
+    assert done.returncode == 2
+    assert "--sizes says all; leave out --batch" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [

@@ -82,6 +82,8 @@ def latency(
     lens = numbers("--input-len", input_len)
     asked = [(b, n, output_len) for n in lens for b in numbers("--batch", batch)]
     if sizes is not None:
+        if asked != [(8, 32, 128)]:  # not the defaults: these were given, too
+            raise ConfigError("--sizes says all; leave out --batch, --input-len and --output-len")
         asked = _sizes(sizes)
     check_can_write({"--json": json_file, "--plot": plot})
     if plot is not None:
