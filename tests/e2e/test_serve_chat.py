@@ -129,8 +129,10 @@ def test_a_template_gets_the_clients_variables(running):
     )
     dated = {**body, "chat_template_kwargs": {"date_string": "26 Jul 2024"}}
     assert running.post("/tokenize", dated).status == 200
-    reserved = {**body, "chat_template_kwargs": {"messages": []}}
-    assert running.post("/tokenize", reserved).status == 400
+    for reserved in ("messages", "self"):
+        refused = running.post("/tokenize", {**body, "chat_template_kwargs": {reserved: []}})
+        assert refused.status == 400
+        assert reserved in refused.error["message"]
 
 
 def test_control_tokens_in_a_users_text_forge_no_turn(running):

@@ -77,6 +77,23 @@ def test_a_huge_prompt_that_is_refused_delays_nobody(running, size):
     assert max(times) < 0.5
 
 
+@pytest.mark.parametrize("part", [b"[]", b"{}", b'""', b'[""]', b"1", b'{"a":1}', b'"\\"",[]'])
+def test_json_of_millions_of_parts_delays_nobody(running, part):
+    """The parser keeps Python's lock: seconds for lists, which garbage collections go through."""
+    data = b'{"model": "small", "prompt": [' + b",".join([part] * (8_000_000 // len(part))) + b"]}"
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(running.post, COMPLETIONS, data)
+        times = health_times(running, lambda: not reply.done())
+        assert reply.result().status == 400
+    assert max(times) < 0.5
+
+
+def test_text_may_have_any_number_of_brackets_and_quotes(running):
+    prompt = '[{"' * 100_000
+    error = running.post(COMPLETIONS, {"model": MODEL, "prompt": prompt}).error
+    assert error["code"] == "context_length_exceeded"
+
+
 def test_a_full_queue_refuses_and_says_when_to_come_again(running, begin):
     socks = [begin(stream=True) for _ in range(ROWS + WAITING)]
     wait_until(lambda: running.service.admission.taken == ROWS + WAITING)

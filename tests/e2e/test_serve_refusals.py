@@ -235,3 +235,26 @@ def test_lists_of_millions_of_wrong_items_are_refused_at_once(running):
         data = json.dumps({**BODY, name: "HERE"}).replace('"HERE"', f"[{item}{',1.5' * 200_000}]")
         error = refused(running, body=data.encode())
         assert len(error["message"]) < 1000
+
+
+def test_json_is_refused_however_deep_it_is(running):
+    """What looks for half pairs goes less deep than the parser."""
+    for depth in range(960, 1010):
+        lists = "[" * depth + "]" * depth
+        refused(running, body=b'{"user": "\\ud83d\\ude00", "x": %b}' % lists.encode())
+
+
+@pytest.mark.parametrize("depth", [400, 800, 950])
+def test_variables_for_a_template_are_refused_where_they_are_too_deep(running, depth):
+    messages = [{"role": "user", "content": "Hi"}]
+    deep = "[" * depth + "]" * depth
+    data = json.dumps({"messages": messages, "chat_template_kwargs": {"a": "HERE"}})
+    refused(running, path="/tokenize", body=data.replace('"HERE"', deep).encode())
+
+
+def test_a_wrong_part_of_a_message_is_told_in_short(running):
+    for wrong in ({"type": "text", "text": [0] * 9999}, {"type": [0] * 9999}):
+        messages = [{"role": "user", "content": [wrong]}]
+        error = refused(running, path="/tokenize", body={"messages": messages})
+        assert "messages[0]" in error["message"]
+        assert len(error["message"]) < 1000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -38,7 +39,9 @@ def _check_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         raise RequestError(f"{where} is a {type(message).__name__}; it must be a mapping")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise RequestError(f"{where} has role {role!r}; it must be a string such as 'user'")
+        raise RequestError(
+            f"{where} has role {reprlib.repr(role)}; it must be a string such as 'user'"
+        )
     content = message.get("content")
     if content is None:
         if role != "assistant" or not message.get("tool_calls"):
@@ -59,10 +62,14 @@ def _part_text(where: str, part: object) -> str:
         return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind != "text":
-        raise RequestError(f"{where} has a part of type {kind!r}; this model takes only 'text'")
+        raise RequestError(
+            f"{where} has a part of type {reprlib.repr(kind)}; this model takes only 'text'"
+        )
     text = part.get("text") if isinstance(part, Mapping) else None
     if not isinstance(text, str):
-        raise RequestError(f"{where} has a text part whose text is {text!r}, not a string")
+        raise RequestError(
+            f"{where} has a text part whose text is {reprlib.repr(text)}, not a string"
+        )
     return text
 
 

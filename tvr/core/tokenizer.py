@@ -168,11 +168,17 @@ class Tokenizer:
         marked = [
             (self._special if m["role"] == "assistant" else self._control).mark(m) for m in given
         ]
-        marked_kwargs = self._special.mark(kwargs)
+        try:
+            marked_kwargs = self._special.mark(kwargs)
+            is_plain = marked == given and marked_kwargs == kwargs
+        except RecursionError:
+            raise RequestError(
+                "the variables for the chat template are nested too deeply; send flatter ones"
+            ) from None
         text = self._chat.render(
             marked, add_generation_prompt=add_generation_prompt, **marked_kwargs
         )
-        if marked == given and marked_kwargs == kwargs:
+        if is_plain:
             return self._encode(text, add_special_tokens=False)
         _check_unicode(text)
         return self._control.encode(text)

@@ -24,6 +24,13 @@ _MOST_DROPPED = 64 << 20
 #: All bodies in memory together may have as many bytes as this many of the longest.
 _LONGEST_AT_ONCE = 16
 
+#: Lists, objects and texts that a body may hold together: the JSON parser keeps Python's lock for
+#: all of them, which is 10 ms for so many.
+_MOST_PARTS = 100_000
+
+#: Digits and other characters of a number.
+_LONGEST_NUMBER = 400
+
 #: How half of a UTF-16 surrogate pair is written in JSON; a whole one begins so, too.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -111,31 +118,69 @@ def parse(body: bytes) -> dict[str, Any]:
     """Return the JSON object that a body is.
 
     Raises:
-        ApiError: 400, it is none, or holds text that is not Unicode.
+        ApiError: 400, it is none, holds text that is not Unicode, or too many parts.
     """
+    if (num_parts := _num_parts(body)) > _MOST_PARTS:
+        raise bad_request(
+            f"the body's JSON has {num_parts} lists, objects and texts; it may have {_MOST_PARTS}: "
+            "send several requests"
+        )
     try:
-        value = json.loads(body.decode(), parse_constant=_refuse_constant)
+        value = _DECODER.decode(body.decode())
+        if _SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise bad_request(f"the body is not UTF-8: byte {error.start} is wrong") from error
+    except UnicodeEncodeError:
+        raise bad_request(
+            "a text in the body has half a UTF-16 surrogate pair (\\ud800 to \\udfff alone); "
+            "send valid Unicode"
+        ) from None
     except RecursionError:
         raise bad_request("the body's JSON is nested too deeply") from None
     except ValueError as error:
         raise bad_request(f"the body is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise bad_request(f"the body is a JSON {_kind(value)}; it must be an object")
-    if _SURROGATE.search(body):
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise bad_request(
-                "a text in the body has half a UTF-16 surrogate pair (\\ud800 to \\udfff alone); "
-                "send valid Unicode"
-            ) from None
     return value
+
+
+def _num_parts(body: bytes) -> int:
+    """Return how many lists, objects and texts a body has; an upper bound where they are few."""
+    most = body.count(b"[") + body.count(b"{") + body.count(b'"')
+    if most <= _MOST_PARTS:
+        return most
+    # What is escaped is in a text, so that the other quotes are around texts.
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    num_texts = plain.count(b'"') // 2
+    if num_texts > _MOST_PARTS:
+        return num_texts
+    outside = b"".join(plain.split(b'"')[::2])
+    return num_texts + outside.count(b"[") + outside.count(b"{")
 
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _int(digits: str) -> int:
+    _check_number(digits)
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    _check_number(digits)
+    return float(digits)
+
+
+def _check_number(digits: str) -> None:
+    if len(digits) > _LONGEST_NUMBER:
+        raise ValueError(f"a number has {len(digits)} characters; {_LONGEST_NUMBER} are the most")
+
+
+#: Between the numbers of a long list, functions of Python let other threads run; the parser's own
+#: would not.
+_DECODER = json.JSONDecoder(parse_int=_int, parse_float=_float, parse_constant=_refuse_constant)
 
 
 def _kind(value: object) -> str:

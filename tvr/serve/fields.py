@@ -29,17 +29,20 @@ _TEXTS = {"type": "array", "items": _WORD, "maxItems": _MOST_WORDS}
 
 
 def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and set(map(type, value)) == {int}
+    # A loop, which lets other threads run.
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 def _prompts(value: object) -> list[str | list[int]]:
     """Return the prompts that `prompt` stands for."""
     if isinstance(value, str) or _is_ids(value):
         return [value]  # type: ignore[list-item]
-    if isinstance(value, list) and value:
-        kinds = set(map(type, value))
-        if kinds == {str} or (kinds == {list} and all(map(_is_ids, value))):
-            return value
+    if (
+        isinstance(value, list)
+        and value
+        and (all(type(item) is str for item in value) or all(map(_is_ids, value)))
+    ):
+        return value
     raise ValueError("must be text, a list of token ids, or a list of either, none of them empty")
 
 

@@ -11,8 +11,8 @@ from tvr.serve.errors import bad_request
 from tvr.serve.messages import text_length
 from tvr.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
-#: Variables of a template that are not the client's.
-_RESERVED = frozenset({"messages", "add_generation_prompt", "tools"})
+#: Variables of a template that are not the client's; `self` is how templates name themselves.
+_RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "self"})
 
 
 class Texts:
