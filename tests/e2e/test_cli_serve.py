@@ -40,6 +40,12 @@ def test_a_bad_option_is_one_line(options, parts):
     assert all(part in line for part in parts)
 
 
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_key_in_the_environment_does_not_open_the_server(monkeypatch, value):
+    monkeypatch.setenv("TVR_API_KEY", value)
+    assert "TVR_API_KEY" in refused_here("serve", "--model", "no-such-model/", "--port", "0")
+
+
 def test_a_port_in_use_is_refused_before_the_model_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -88,6 +88,17 @@ def test_json_of_millions_of_parts_delays_nobody(running, part):
     assert max(times) < 0.5
 
 
+def test_a_long_text_that_is_tokenised_delays_nobody(running):
+    body = {"prompt": "a " * 1_000_000, "return_token_strs": True}
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(running.post, "/tokenize", body)
+        times = health_times(running, lambda: not reply.done())
+        answer = reply.result().json
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) > 1_000_000
+    assert answer["tokens"] == running.llm.tokenizer.encode(body["prompt"])
+    assert max(times) < 0.5
+
+
 def test_text_may_have_any_number_of_brackets_and_quotes(running):
     prompt = '[{"' * 100_000
     error = running.post(COMPLETIONS, {"model": MODEL, "prompt": prompt}).error

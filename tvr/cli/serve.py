@@ -18,6 +18,8 @@ from tvr.errors import ConfigError, KernelError
 #: What the extra `serve` brings.
 _NEEDED = ("fastapi", "prometheus_client", "pydantic", "uvicorn")
 
+_KEY_VARIABLE = "TVR_API_KEY"
+
 #: Connections for which the process asks for room, idle ones included.
 _MOST_CLIENTS = 16_384
 
@@ -34,7 +36,7 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            envvar="TVR_API_KEY",
+            envvar=_KEY_VARIABLE,
             metavar="KEY",
             help="Ask for this key, on every route but /health; may be given again.",
         ),
@@ -89,6 +91,10 @@ def serve(
     if not 0 < max_body_mb <= _MOST_MIB:
         raise ConfigError(
             f"--max-body-mb is {max_body_mb:g}; it must be above 0, at most {_MOST_MIB}"
+        )
+    if not api_key and os.environ.get(_KEY_VARIABLE) is not None:
+        raise ConfigError(
+            f"{_KEY_VARIABLE} is set and empty; put a key in it, or unset it to serve without one"
         )
     from tvr.core.garbage import frozen_objects
     from tvr.serve.server import Server, bind, url_of

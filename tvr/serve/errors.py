@@ -11,6 +11,11 @@ from starlette.responses import Response
 
 from tvr.errors import TvrError
 
+#: Items of a list that are encoded at a time.
+_PIECE = 10_000
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
 _KINDS = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
@@ -66,9 +71,25 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
+def long_json_response(content: Mapping[str, Any]) -> Response:
+    """Return an object with lists of any length as JSON; other threads can run meanwhile.
+
+    The encoder keeps Python's lock for as long as a call takes.
+    """
+    fields = []
+    for name, value in content.items():
+        if isinstance(value, list):
+            starts = range(0, len(value), _PIECE)
+            pieces = [_encode(value[start : start + _PIECE])[1:-1] for start in starts]
+            text = f"[{','.join(pieces)}]"
+        else:
+            text = _encode(value)
+        fields.append(f"{_encode(name)}:{text}")
+    return Response("{" + ",".join(fields) + "}", media_type="application/json")
+
+
 def json_response(
     content: object, status: int = HTTPStatus.OK, headers: Mapping[str, str] | None = None
 ) -> Response:
     """Return `content` as JSON; escapes keep it ASCII, whatever a client has sent."""
-    body = json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
-    return Response(body, status, headers, media_type="application/json")
+    return Response(_encode(content), status, headers, media_type="application/json")

@@ -21,7 +21,7 @@ from tvr.serve.answer import ClientLeft, EventStream, while_there, whole
 from tvr.serve.body import BodyReader, parse
 from tvr.serve.deltas import Delivery
 from tvr.serve.engine_thread import EngineThread
-from tvr.serve.errors import ApiError, json_response
+from tvr.serve.errors import ApiError, long_json_response
 from tvr.serve.job import Job
 from tvr.serve.metrics import Metrics
 from tvr.serve.requests import (
@@ -160,7 +160,7 @@ class Service:
         def converted(body: bytes) -> Response:
             request = kind.of(parse(body))
             self.check_model(getattr(request, "model", None))
-            return json_response(convert(request))
+            return long_json_response(convert(request))
 
         try:
             async with self._bodies.body_of(http) as body:
