@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -171,6 +172,18 @@ def test_time_to_finish_is_limited_and_clients_are_told():
             assert last["error"]["code"] == "shutting_down"
         running.thread.join(10)
         assert time.monotonic() - began < 3
+
+
+def test_a_client_whose_body_has_not_come_by_then_is_told_too():
+    with serving(demo.path(), drain_s=0.1) as running:
+        host, port = running.address
+        with socket.create_connection((host, port), timeout=30) as sock:
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            sock.sendall(f"{head}Content-Length: 9\r\n\r\n{{".encode())
+            wait_until(lambda: running.service.admission.taken == 1)
+            running.server.stop()
+            assert sock.recv(65536).startswith(b"HTTP/1.1 503")
+        running.thread.join(10)
 
 
 class Process:

@@ -17,7 +17,7 @@ import pytest
 from support.servers import MODEL, events_of, serving, wait_until
 from tvr import SamplingParams, demo
 from tvr.core.tokenizer import Tokenizer
-from tvr.serve import body
+from tvr.serve import body, protocol
 
 COMPLETIONS = "/v1/completions"
 LONG = {"model": MODEL, "prompt": "ROMEO:", "max_tokens": 900, "temperature": 1, "ignore_eos": True}
@@ -123,6 +123,20 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(running, begin):
         for sock in socks:
             sock.close()
         assert reply.result().status == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"])
+def test_a_head_that_does_not_come_is_not_waited_for(running, monkeypatch, sent):
+    monkeypatch.setattr(protocol, "_PATIENCE_S", 0.2)
+    with socket.create_connection(running.address, timeout=30) as sock:
+        sock.sendall(sent)
+        assert sock.recv(100) == b""
+
+
+def test_a_long_answer_is_no_head_that_does_not_come(running, monkeypatch):
+    monkeypatch.setattr(protocol, "_PATIENCE_S", 0.01)
+    reply = running.post(COMPLETIONS, {**LONG, "max_tokens": 200})
+    assert reply.status == 200
 
 
 def half_a_body(running, size=100):

@@ -16,7 +16,9 @@ import uvicorn
 from tvr.errors import ConfigError, KernelError
 from tvr.serve.app import create_app
 from tvr.serve.errors import ApiError
+from tvr.serve.farewell import Farewell
 from tvr.serve.gate import Gate
+from tvr.serve.protocol import PatientProtocol
 from tvr.serve.service import Service
 
 #: Seconds between the end of the time to drain, or a fault, and the end of connections: clients
@@ -56,7 +58,8 @@ class Server:
         drain_s = service.settings.drain_s
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                Gate(create_app(service), service.settings.api_keys),
+                Farewell(Gate(create_app(service), service.settings.api_keys)),
+                http=PatientProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
