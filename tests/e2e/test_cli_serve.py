@@ -11,9 +11,12 @@ import pytest
 
 from support.cli import refused_here, run_here
 from support.servers import MODEL, serving
-from tvr import demo
+from tvr import LLM, demo
 from tvr.cli.serve import _name_of
-from tvr.serve.server import Server
+from tvr.errors import ConfigError
+from tvr.serve.server import Server, bind
+from tvr.serve.service import Service
+from tvr.serve.settings import ServeSettings
 
 
 @pytest.mark.parametrize(
@@ -52,6 +55,17 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded():
         line = refused_here("serve", "--model", "no-such-model/", "--port", port)
     assert port in line
     assert "no-such-model" not in line
+
+
+def test_a_port_that_is_taken_while_the_model_is_loaded_is_refused():
+    """Two sockets that do not listen yet may share it."""
+    with LLM(demo.path(), device="cpu") as llm, bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with bind("127.0.0.1", port) as second:
+            first.listen()
+            service = Service(llm, ServeSettings(model_names=("small",)))
+            with pytest.raises(ConfigError, match=f"{port}.*--port"):
+                Server(service, second).run()
 
 
 def test_what_is_not_installed_is_named(monkeypatch):

@@ -27,6 +27,9 @@ _FAREWELL_S = 2
 
 _LARGEST_PORT = 65535
 
+#: Connections that may wait to be accepted, as uvicorn has it.
+_MOST_PENDING = 2048
+
 #: Seconds that the engine's thread may take for its last step.
 _LAST_STEP_S = 30.0
 
@@ -77,9 +80,17 @@ class Server:
             on_ready: called once clients may connect.
 
         Raises:
+            ConfigError: another server has taken the address meanwhile.
             KernelError: the engine failed for good, or a step of it does not end. Do not wait for
                 it: closing the engine would.
         """
+        try:
+            self._sock.listen(_MOST_PENDING)
+        except OSError as error:
+            raise ConfigError(
+                f"{url_of(self._sock)} has been taken meanwhile: {error}; choose another --port, "
+                "or 0 for a free one"
+            ) from error
         asyncio.run(self._serve(on_ready))
 
     def stop(self) -> None:
