@@ -178,7 +178,8 @@ def test_a_client_whose_body_has_not_come_by_then_is_told_too():
     with serving(demo.path(), drain_s=0.1) as running:
         host, port = running.address
         with socket.create_connection((host, port), timeout=30) as sock:
-            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n"
+            head += "Content-Type: application/json\r\n"
             sock.sendall(f"{head}Content-Length: 9\r\n\r\n{{".encode())
             wait_until(lambda: running.service.admission.taken == 1)
             running.server.stop()

@@ -1,13 +1,18 @@
-"""Keys: with one set, everything but `/health` is closed, whatever the path looks like."""
+"""Keys: with one set, everything but `/health` is closed, whatever the path looks like.
+
+Without one, names that web pages could come by are closed.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import pytest
 
 from support.servers import MODEL, serving
 from tvr import demo
+from tvr.serve.gate import Gate
 
 KEYS = ("right-key", "other-key")
 
@@ -15,6 +20,12 @@ KEYS = ("right-key", "other-key")
 @pytest.fixture(scope="module")
 def running():
     with serving(demo.path(), api_keys=KEYS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def keyless():
+    with serving(demo.path()) as running:
         yield running
 
 
@@ -106,3 +117,41 @@ def test_a_body_is_not_read_without_a_key(running):
     with socket.create_connection(running.address, timeout=30) as sock:
         sock.sendall(head)
         assert sock.recv(65536).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.test", "evil.test:80", "localhost.evil.test", "x", ":8000", ""]
+)
+def test_without_a_key_a_web_page_gets_in_by_no_name_of_its_own(keyless, host):
+    """Its owner may let it point to 127.0.0.1, and then it is of the server's own origin."""
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
+    for reply in (
+        keyless.post("/v1/completions", body, headers={"Host": host}),
+        keyless.get("/metrics", headers={"Host": host}),
+        keyless.get("/", headers={"Host": host}),
+    ):
+        assert (reply.status, reply.error["code"]) == (403, "foreign_host")
+    assert keyless.get("/health", headers={"Host": host}).status == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "LocalHost:8000", "a.localhost:1", "127.0.0.1", "[::1]:8000", "10.0.0.1:80"],
+)
+def test_without_a_key_this_machines_names_and_addresses_are_served(keyless, host):
+    assert keyless.get("/v1/models", headers={"Host": host}).status == 200
+
+
+def test_with_a_key_any_host_is_served(running):
+    headers = {"Host": "chat.example.org", "Authorization": "Bearer right-key"}
+    assert running.get("/v1/models", headers=headers).status == 200
+
+
+def test_a_server_for_other_machines_is_served_by_any_name():
+    async def app(scope, receive, send):
+        passed.append(scope["path"])
+
+    passed = []
+    scope = {"type": "http", "path": "/v1/models", "headers": [(b"host", b"server.example.org")]}
+    asyncio.run(Gate(app, (), is_local=False)(scope, None, None))
+    assert passed == ["/v1/models"]

@@ -125,7 +125,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(running, begin):
         assert reply.result().status == 200
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"])
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"])
 def test_a_head_that_does_not_come_is_not_waited_for(running, monkeypatch, sent):
     monkeypatch.setattr(protocol, "_PATIENCE_S", 0.2)
     with socket.create_connection(running.address, timeout=30) as sock:
@@ -141,7 +141,7 @@ def test_a_long_answer_is_no_head_that_does_not_come(running, monkeypatch):
 
 def half_a_body(running, size=100):
     """Begin a request and send one byte less than its body."""
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     sock = socket.create_connection(running.address, timeout=30)
     sock.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode() + b"x" * (size - 1))
     return sock

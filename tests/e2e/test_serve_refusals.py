@@ -184,7 +184,8 @@ def test_a_body_of_another_type_is_refused(running, kind):
     """What a web page may send to another origin without being asked for leave."""
     data = json.dumps(BODY)
     line = "" if kind is None else f"Content-Type: {kind}\r\n"
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{line}Content-Length: {len(data)}\r\n\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n{line}"
+    data = f"Content-Length: {len(data)}\r\n\r\n{data}"
     assert raw(running, (head + data).encode()).startswith(b"HTTP/1.1 415 ")
 
 
@@ -208,7 +209,7 @@ def test_a_body_over_the_limit_is_refused_and_read_to_its_end(running):
     error = refused(running, 413, body=data)
     assert str(1 << 20) in error["message"]
     pieces = b"".join(b"10000\r\n" + b"x" * 65536 + b"\r\n" for _ in range(32)) + b"0\r\n\r\n"
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     answer = raw(running, head + b"Transfer-Encoding: chunked\r\n\r\n" + pieces)
     assert answer.startswith(b"HTTP/1.1 413 ")
 

@@ -96,7 +96,7 @@ class Running:
         """Send a request and return the socket, on which the answer will come."""
         data = json.dumps(body).encode()
         sock = socket.create_connection(self.address, timeout=60)
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         sock.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         return sock
 

@@ -62,7 +62,7 @@ def answers(
         event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
         content["text/event-stream"] = {"itemSchema": event}
     found: dict[int | str, dict[str, Any]] = {200: {"description": "Answer", "content": content}}
-    statuses = {401: "No key, or a wrong one"}
+    statuses = {401: "No key, or a wrong one", 403: "Another machine's name as Host, without keys"}
     if body:
         statuses |= {
             400: "Not acceptable; the message says why",

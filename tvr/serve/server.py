@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import signal
 import socket
 import threading
@@ -59,9 +60,10 @@ class Server:
         self._sock = sock
         self._loop: asyncio.AbstractEventLoop | None = None
         drain_s = service.settings.drain_s
+        gate = Gate(create_app(service), service.settings.api_keys, is_local=_is_local(sock))
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                Farewell(Gate(create_app(service), service.settings.api_keys)),
+                Farewell(gate),
                 http=PatientProtocol,
                 ws="none",
                 lifespan="off",
@@ -186,6 +188,11 @@ def bind(host: str, port: int) -> socket.socket:
             f"{host}:{port} cannot be served: {error}; choose another --port, or 0 for a free one"
         ) from error
     return sock
+
+
+def _is_local(sock: socket.socket) -> bool:
+    """Whether only the same machine can connect."""
+    return ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def url_of(sock: socket.socket) -> str:
