@@ -7,7 +7,7 @@ import json
 
 from tvr.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tvr.serve.admission import Admission
-from tvr.serve.answer import EventStream
+from tvr.serve.answer import EventStream, whole
 from tvr.serve.deltas import Follower, Progress
 from tvr.serve.job import Job
 from tvr.serve.requests import StreamOptions
@@ -34,13 +34,14 @@ def output_of(num_answers):
     return RequestOutput("x", None, [1, 2], outputs, RequestMetrics(0.0))
 
 
-def events_of(prompts):
+def events_of(prompts, in_pool=asyncio.to_thread, echoes=False, **options):
     """Stream deltas that all come before the client's turn; return the events."""
     sent = []
 
     async def run():
         job = Job("x", 0.0, Admission(8), aborted.append, lambda job: None)
         job.streams = True
+        job.echoes = echoes
         for prompt, steps in enumerate(prompts):
             job.submitted(f"x-{prompt}")
             output = output_of(2)
@@ -60,7 +61,7 @@ def events_of(prompts):
         async def send(message):
             sent.append(message)
 
-        stream = EventStream(job, Shape(), StreamOptions(), asyncio.to_thread)
+        stream = EventStream(job, Shape(), StreamOptions(**options), in_pool)
         await stream({"type": "http"}, receive, send)
         assert job.closed
 
@@ -86,6 +87,45 @@ def test_steps_that_piled_up_are_one_event_for_each_answer():
     ]
     assert all(c["token_ids"] == [5] * 3 and len(c["logprobs"]) == 3 for c in choices)
     assert aborted == []
+
+
+def test_each_prompt_counts_once_as_it_begins():
+    steps = [(0, "a", None), (1, "x", None), (0, "b", "stop"), (1, "y", "stop")]
+    on = {"include_usage": True, "continuous_usage_stats": True}
+    (*events, done), _ = events_of([steps, steps], **on)
+    assert done == "[DONE]"
+    counts = [(e["usage"]["prompt_tokens"], e["usage"]["completion_tokens"]) for e in events]
+    assert counts == [(2, 4)] * 2 + [(4, 8)] * 3
+    assert all(e["usage"]["total_tokens"] == sum(c) for e, c in zip(events, counts, strict=True))
+
+
+def test_large_answers_are_made_beside_the_event_loop():
+    """Those that begin with a long prompt, each of 128 of them, kept everybody waiting."""
+    made = []
+
+    async def in_pool(work):
+        made.append(work)
+        return await asyncio.to_thread(work)
+
+    steps = [(0, "a", "stop"), (1, "x", "stop")]
+    assert events_of([steps], in_pool)[0][-1] == "[DONE]"
+    assert len(made) == 0
+    assert events_of([steps], in_pool, echoes=True)[0][-1] == "[DONE]"
+    assert len(made) == 1
+
+    async def whole_of(text, echoes=False):
+        job = Job("x", 0.0, Admission(8), [].append, lambda job: None)
+        job.echoes = echoes
+        job.submitted("x-0")
+        output = output_of(1)
+        output.outputs[0].append(5, text)
+        output.outputs[0].finish_reason, output.finished = "stop", True
+        job.put(Follower(job, 0, [Progress()]).delivery(output))
+        return json.loads((await whole(job, Shape(), in_pool)).body)
+
+    for text, echoes, num in (("short", False, 1), ("short", True, 2), ("x" * 200_000, False, 3)):
+        assert asyncio.run(whole_of(text, echoes))["choices"][0]["text"] == text
+        assert len(made) == num
 
 
 def test_what_came_before_an_error_is_sent_before_it():

@@ -29,6 +29,9 @@ InPool = Callable[[Callable[[], Any]], Awaitable[Any]]
 #: Tokens with log-probabilities whose events take about a millisecond to make.
 _MANY = 32
 
+#: Characters of answers that take about a millisecond to encode.
+_MOST_CHARS = 100_000
+
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _FAILED = ("error", "abort")
 _DONE = b"data: [DONE]\n\n"
@@ -87,20 +90,24 @@ async def whole(job: Job, shape: Shape, in_pool: InPool) -> Response:
             _check(delivery.output.outputs, job)
         deliveries += taken
     made: Response
-    if job.has_logprobs:
-        made = await in_pool(partial(_assembled, job, shape, deliveries))
+    if job.has_logprobs or job.echoes or _num_chars(deliveries) > _MOST_CHARS:
+        made = await in_pool(partial(_assembled, shape, deliveries))
     else:
-        made = _assembled(job, shape, deliveries)
+        made = _assembled(shape, deliveries)
     return made
 
 
-def _assembled(job: Job, shape: Shape, deliveries: list[Delivery]) -> Response:
+def _num_chars(deliveries: list[Delivery]) -> int:
+    return sum(len(out.text) for delivery in deliveries for out in delivery.output.outputs)
+
+
+def _assembled(shape: Shape, deliveries: list[Delivery]) -> Response:
     usage = Usage()
     choices: list[dict[str, Any]] = []
     for delivery in map(complete, sorted(deliveries, key=lambda d: d.prompt)):
         usage.add(delivery)
         choices += shape.whole(delivery)
-    head = _encode({**shape.whole_head, "usage": usage.of(job)}).removesuffix("}")
+    head = _encode({**shape.whole_head, "usage": usage.counts}).removesuffix("}")
     # One by one: the encoder keeps Python's lock for as long as a call takes.
     body = f'{head},"choices":[{",".join(map(_encode, choices))}]}}'
     return Response(body, media_type="application/json")
@@ -144,7 +151,7 @@ class EventStream(Response):
         try:
             while not self._job.is_over:
                 for delivery in await self._job.take():
-                    if _is_large(delivery):
+                    if self._job.echoes or _is_large(delivery):
                         events += await self._in_pool(partial(self._events, delivery))
                     else:
                         events += self._events(delivery)
@@ -152,8 +159,8 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 events = b""
             if self._options.include_usage:
-                usage = self._usage.of(self._job)
-                last = _event({**self._shape.piece_head, "choices": [], "usage": usage}) + _DONE
+                usage = {"choices": [], "usage": self._usage.counts}
+                last = _event({**self._shape.piece_head, **usage}) + _DONE
         except ApiError as error:
             last = events + _event(error.body)
         await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -163,7 +170,7 @@ class EventStream(Response):
         head = self._shape.piece_head
         if self._options.include_usage:
             each = self._options.continuous_usage_stats
-            head = {**head, "usage": self._usage.of(self._job) if each else None}
+            head = {**head, "usage": self._usage.counts if each else None}
         # Of an answer that failed, what came before; the error is an event of its own.
         deltas = [
             delta._replace(finish_reason=None) if delta.finish_reason in _FAILED else delta

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from tvr.core.outputs import RequestOutput
 from tvr.serve.admission import Admission
 from tvr.serve.deltas import Delivery, merged
 from tvr.serve.errors import ApiError
@@ -22,9 +21,9 @@ class Job:
         arrived: when the request came, in seconds of `time.monotonic()`.
         streams: each step's output is wanted; False: all of it at the end.
         has_logprobs: they are asked for, and answers are large.
+        echoes: answers begin with the prompt, and may be large.
         may_forbid: it allows or forbids tokens, so that none may be left.
         closed: nobody waits for it any more.
-        outputs: by prompt, those that have begun.
     """
 
     def __init__(
@@ -50,9 +49,9 @@ class Job:
         self.arrived = arrived
         self.streams = False
         self.has_logprobs = False
+        self.echoes = False
         self.may_forbid = False
         self.closed = False
-        self.outputs: dict[int, RequestOutput] = {}
         self._admission = admission
         self._abort = abort
         self._on_close = on_close
@@ -90,7 +89,6 @@ class Job:
 
     def put(self, delivery: Delivery) -> None:
         """Take in what a step brought."""
-        self.outputs[delivery.prompt] = delivery.output
         if delivery.finished:
             self._finished.add(delivery.prompt)
             self._give_back(self._answers_each)

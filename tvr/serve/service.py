@@ -188,6 +188,7 @@ class Service:
             echoes=echoes,
             logprobs=request.logprobs is not None,
         )
+        job.echoes = bool(request.echo)
         self._submit(job, request, prompts, params)
         return shape, request.usage
 

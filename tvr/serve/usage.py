@@ -5,28 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 from tvr.serve.deltas import Delivery
-from tvr.serve.job import Job
 
 
 class Usage:
-    """Counts the tokens of one client's request."""
+    """Counts the tokens of one client's request: its prompts once, whatever n is."""
 
     def __init__(self) -> None:
+        self._begun: set[int] = set()  # prompts
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
         self._completion_tokens = 0
 
     def add(self, delivery: Delivery) -> None:
         """Count what a step brought."""
+        if delivery.prompt not in self._begun:
+            self._begun.add(delivery.prompt)
+            self._prompt_tokens += len(delivery.output.prompt_token_ids)
+            self._cached_tokens += delivery.output.num_cached_tokens
         self._completion_tokens += sum(len(delta.token_ids) for delta in delivery.deltas)
 
-    def of(self, job: Job) -> dict[str, Any]:
-        """Return the counts as clients read them; prompts count once, whatever n is."""
-        outputs = job.outputs.values()
-        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    @property
+    def counts(self) -> dict[str, Any]:
+        """The counts so far, as clients read them."""
         return {
-            "prompt_tokens": num_prompt,
+            "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
-            "total_tokens": num_prompt + self._completion_tokens,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(output.num_cached_tokens for output in outputs)
-            },
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
