@@ -239,18 +239,44 @@ def test_a_client_that_leaves_while_its_text_is_encoded_reaches_no_engine(
     assert running.metric("prompt_tokens_total") == before
 
 
+@pytest.fixture
+def small_buffers(running):
+    """New connections buffer little, so that who does not read keeps the server from sending."""
+    sock = running.server._sock  # those it accepts are as it is
+    before = sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
+    yield
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, before // 2)  # Linux doubles it
+
+
+@pytest.mark.usefixtures("small_buffers")
 def test_a_client_that_does_not_read_keeps_nobody_waiting(running, begin):
     sock = begin(stream=True, logprobs=20, max_tokens=300)
-    began = time.monotonic()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
     assert running.post(COMPLETIONS, {**LONG, "max_tokens": 5}).status == 200
-    assert time.monotonic() - began < 5
     wait_until(lambda: running.service.engine.num_followed == 0, 30)
+    time.sleep(0.1)
+    assert len(running.service.jobs) == 1, "most is still to be sent"
+    assert running.post(COMPLETIONS, {**LONG, "max_tokens": 5}).status == 200
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
     received = b""
     while b"[DONE]" not in received:
         received += sock.recv(65536)
     _, _, said = received.partition(b"\r\n\r\n")
     events = [json.loads(e[6:]) for e in said.split(b"\n") if e.startswith(b"data: {")]
     assert sum(len(e["choices"][0]["logprobs"]["tokens"]) for e in events) == 300
+    assert len(events) < 250, "what waited came as one"
+
+
+@pytest.mark.usefixtures("small_buffers")
+def test_a_client_that_leaves_without_reading_is_forgotten(running, begin):
+    sock = begin(stream=True, logprobs=20, max_tokens=300)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
+    wait_until(lambda: running.service.jobs)
+    wait_until(lambda: running.service.engine.num_followed == 0, 30)
+    assert len(running.service.jobs) == 1
+    sock.close()
+    wait_until(running.is_idle)
 
 
 def test_answers_are_the_engines_own_among_many_clients_some_of_whom_leave(running):
