@@ -109,6 +109,17 @@ def test_what_is_not_supported_has_a_code(running, name):
     assert (error["param"], error["code"]) == (name, "unsupported_parameter")
 
 
+def test_what_a_stream_does_not_have_is_refused_and_may_be_left_out_by_name(running):
+    def ask(**options):
+        return {**BODY, "stream": True, "stream_options": options}
+
+    assert running.post(COMPLETIONS, ask(include_obfuscation=False)).status == 200
+    for name in ("include_obfuscation", "no_such_option"):
+        message = refused(running, body=ask(**{name: True}))["message"]
+        assert f"stream_options.{name}" in message
+        assert "max_tokens" not in message
+
+
 @pytest.mark.parametrize(
     "prompt", [[-1], [VOCAB_SIZE], [[1, 2], [VOCAB_SIZE]], [2**70], [True, False]], ids=repr
 )
@@ -201,6 +212,10 @@ def test_another_method_or_route_is_an_error_object_too(running):
         reply = running.post(path, BODY)
         assert reply.status in (404, 405)
         assert reply.error["type"] == "invalid_request_error"
+    for path in ("/a%0Ab", "/" + "x" * 9999):
+        reply = running.get(path)
+        assert reply.status == 404
+        assert len(reply.error["message"]) < 300
     assert "access-control-allow-origin" not in running.get("/health").headers
 
 

@@ -16,6 +16,9 @@ from tvr.serve.openapi import answers, json_body, openapi_of
 from tvr.serve.page import load_page
 from tvr.serve.service import Service
 
+#: Characters of a path that its refusal repeats.
+_LONGEST_PATH = 200
+
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -125,7 +128,8 @@ def _add_handlers(app: FastAPI) -> None:
     async def of_the_router(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         status = HTTPStatus(error.status_code)
-        message = f"{status.phrase}: {request.method} {request.url.path}"
+        path = request.scope["path"][:_LONGEST_PATH]
+        message = f"{status.phrase}: {request.method} {path!r}"
         headers: dict[str, Any] = dict(error.headers or {})
         return ApiError(status, message, headers=headers).response()
 

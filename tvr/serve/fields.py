@@ -22,6 +22,9 @@ _MOST_IDS = 1024
 #: Longest text that names something.
 _LONGEST_NAME = 512
 
+#: Characters of an unknown field's name that its refusal repeats.
+_LONGEST_SHOWN = 80
+
 _ID = {"type": "integer", "minimum": 0}
 _IDS = {"type": "array", "items": _ID, "minItems": 1}
 _WORD = {"type": "string", "minLength": 1, "maxLength": _LONGEST_WORD}
@@ -137,7 +140,7 @@ def refusal(error: ValidationError, unsupported: frozenset[str], known: list[str
     Args:
         error: pydantic's.
         unsupported: fields of OpenAI's that this server does not serve.
-        known: the fields there are.
+        known: the fields at the top.
     """
     first = error.errors(include_url=False)[0]
     place, found = first["loc"], first.get("input")
@@ -149,8 +152,9 @@ def refusal(error: ValidationError, unsupported: frozenset[str], known: list[str
                 param=name,
                 code="unsupported_parameter",
             )
+        others = f"; known are {', '.join(known)}" if len(place) == 1 else "; leave it out"
         return bad_request(
-            f"there is no field {reprlib.repr(name)}; known are {', '.join(known)}",
+            f"there is no field {name[:_LONGEST_SHOWN]!r}{others}",
             param=name[:_LONGEST_NAME],
             code="unknown_parameter",
         )

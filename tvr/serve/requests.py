@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -58,12 +58,14 @@ class StreamOptions(BaseModel):
     Attributes:
         include_usage: a last chunk with the number of tokens.
         continuous_usage_stats: the number so far in every chunk.
+        include_obfuscation: OpenAI's padding against those who watch the network; there is none.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class GenerationFields(Fields):
