@@ -279,6 +279,32 @@ def test_a_client_that_leaves_without_reading_is_forgotten(running, begin):
     wait_until(running.is_idle)
 
 
+@pytest.mark.usefixtures("small_buffers")
+def test_an_answer_that_nobody_reads_is_not_kept(running, begin, monkeypatch):
+    monkeypatch.setattr(protocol, "_READ_PATIENCE_S", 0.2)
+    sock = begin(stream=True, logprobs=20, max_tokens=900)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
+    wait_until(lambda: running.service.jobs)
+    wait_until(running.is_idle, 30)
+    received = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert b"[DONE]" not in received
+
+
+@pytest.mark.usefixtures("small_buffers")
+def test_an_answer_that_is_read_slowly_is_sent_to_its_end(running, begin, monkeypatch):
+    monkeypatch.setattr(protocol, "_READ_PATIENCE_S", 1.0)
+    sock = begin(n=2, logprobs=20, max_tokens=300)  # whole: all of it waits at once
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
+    wait_until(lambda: running.service.engine.num_followed)
+    wait_until(lambda: not running.service.engine.num_followed, 30)
+    began, received = time.monotonic(), b""
+    while not received.endswith(b"}]}"):
+        received += sock.recv(16384)
+        time.sleep(0.06)
+    assert json.loads(received.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 600
+    assert time.monotonic() - began > protocol._READ_PATIENCE_S
+
+
 def test_answers_are_the_engines_own_among_many_clients_some_of_whom_leave(running):
     prompts = ["ROMEO:", "JULIET:\nO", "First Citizen:\nBefore we proceed", "KING", "To be, or"]
     params = [{"temperature": 0.8, "seed": i, "max_tokens": 3 + 7 * (i % 5)} for i in range(24)]
