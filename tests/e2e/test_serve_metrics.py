@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from support.engines import save_text_model
 from support.servers import MODEL, serving, wait_until
 from tvr import demo
+from tvr.serve import responses
 
 COMPLETIONS = "/v1/completions"
 
@@ -112,19 +114,32 @@ def test_the_description_names_every_route_and_its_answers(running):
     )
 
 
-@pytest.mark.parametrize("name", ["Completion", "ChatCompletion", "Tokenized", "ErrorBody"])
-def test_answers_are_what_the_description_says(running, name):
-    from tvr.serve import responses
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
+    path = save_text_model(tmp_path_factory.mktemp("model"))
+    with serving(path, {"num_blocks": 64, "max_model_len": 256}) as running:
+        yield running
 
-    messages = [{"role": "user", "content": "x"}]
-    asked = {
-        "Completion": (COMPLETIONS, {"prompt": "x", "logprobs": 2, "max_tokens": 2}),
-        "ChatCompletion": ("/v1/chat/completions", {"messages": messages}),
-        "Tokenized": ("/tokenize", {"prompt": "x", "return_token_strs": True}),
-        "ErrorBody": (COMPLETIONS, {"prompt": 5}),
-    }
-    path, body = asked[name]
-    reply = running.post(path, {"model": MODEL, **body})
-    kind = "ErrorBody" if reply.status != 200 else name
-    model = getattr(responses, kind)
-    model.model_validate(reply.json, strict=True, extra="forbid")
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+ASKED = {
+    "Completion": (COMPLETIONS, {"prompt": "x", "logprobs": 2, "max_tokens": 2}),
+    "ChatCompletion": (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "max_tokens": 2},
+    ),
+    "Tokenized": ("/tokenize", {"prompt": "x", "return_token_strs": True}),
+    "Detokenized": ("/detokenize", {"tokens": [5]}),
+    "ErrorBody": (COMPLETIONS, {"prompt": 5}),
+    "ModelList": ("/v1/models", None),
+    "Model": (f"/v1/models/{MODEL}", None),
+    "Health": ("/health", None),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_answers_are_what_the_description_says(chatting, name):
+    path, body = ASKED[name]
+    reply = chatting.get(path) if body is None else chatting.post(path, {"model": MODEL, **body})
+    assert reply.status == (400 if name == "ErrorBody" else 200), reply.body
+    getattr(responses, name).model_validate(reply.json, strict=True, extra="forbid")
