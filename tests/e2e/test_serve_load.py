@@ -239,6 +239,24 @@ def test_a_client_that_leaves_while_its_text_is_encoded_reaches_no_engine(
     assert running.metric("prompt_tokens_total") == before
 
 
+def test_long_texts_to_tokenize_keep_no_answer_waiting(running, monkeypatch):
+    go_on = threading.Event()
+
+    def slow(request):
+        go_on.wait(30)
+        return {}
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(8) as pool:
+        patch.setattr(running.service.texts, "tokenize", slow)
+        replies = [pool.submit(running.post, "/tokenize", {"prompt": "x"}) for _ in range(8)]
+        try:
+            wait_until(lambda: running.service._bodies.held == 8 * len(b'{"prompt": "x"}'))
+            assert running.post(COMPLETIONS, {**LONG, "max_tokens": 1}, timeout=20).status == 200
+        finally:
+            go_on.set()
+        assert all(reply.result().status == 200 for reply in replies)
+
+
 @pytest.fixture
 def small_buffers(running):
     """New connections buffer little, so that who does not read keeps the server from sending."""
@@ -253,6 +271,7 @@ def small_buffers(running):
 def test_a_client_that_does_not_read_keeps_nobody_waiting(running, begin):
     sock = begin(stream=True, logprobs=20, max_tokens=300)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
+    wait_until(lambda: running.service.engine.num_followed)
     assert running.post(COMPLETIONS, {**LONG, "max_tokens": 5}).status == 200
     wait_until(lambda: running.service.engine.num_followed == 0, 30)
     time.sleep(0.1)
@@ -272,7 +291,7 @@ def test_a_client_that_does_not_read_keeps_nobody_waiting(running, begin):
 def test_a_client_that_leaves_without_reading_is_forgotten(running, begin):
     sock = begin(stream=True, logprobs=20, max_tokens=300)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
-    wait_until(lambda: running.service.jobs)
+    wait_until(lambda: running.service.engine.num_followed)
     wait_until(lambda: running.service.engine.num_followed == 0, 30)
     assert len(running.service.jobs) == 1
     sock.close()

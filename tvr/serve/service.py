@@ -40,6 +40,9 @@ from tvr.serve.texts import Texts
 _F = TypeVar("_F", bound=Fields)
 _T = TypeVar("_T")
 
+#: Threads for `/tokenize` and `/detokenize`.
+_NUM_CONVERTERS = 2
+
 #: What a request has become: what its answer looks like, and what streams have besides.
 Prepared = tuple[Shape, StreamOptions]
 
@@ -71,6 +74,8 @@ class Service:
         self.engine = EngineThread(llm, self.metrics, self._deliver, self._engine_failed)
         self._bodies = BodyReader(settings.max_body_bytes)
         self._pool = ThreadPoolExecutor(settings.text_threads, thread_name_prefix="tvr-text")
+        # Long texts take seconds, and those who want answers should not wait for them.
+        self._converters = ThreadPoolExecutor(_NUM_CONVERTERS, thread_name_prefix="tvr-convert")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._created = int(time.time())
 
@@ -86,7 +91,8 @@ class Service:
 
     def stop(self, timeout_s: float) -> bool:
         """End all threads; return whether the engine's has ended in time."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._converters):
+            pool.shutdown(wait=False, cancel_futures=True)
         return self.engine.stop(timeout_s)
 
     async def completions(self, http: Request) -> Response:
@@ -162,9 +168,11 @@ class Service:
             self.check_model(getattr(request, "model", None))
             return long_json_response(convert(request))
 
+        assert self._loop is not None, "started"
         try:
             async with self._bodies.body_of(http) as body:
-                return await while_there(http.receive, self._in_pool(partial(converted, body)))
+                work = self._loop.run_in_executor(self._converters, converted, body)
+                return await while_there(http.receive, work)
         except (ClientLeft, ClientDisconnect):
             return Response(status_code=HTTPStatus.BAD_REQUEST)  # to nobody
 

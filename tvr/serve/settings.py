@@ -19,7 +19,7 @@ class ServeSettings:
         max_waiting: sequences that may wait, beside the engine's `max_num_seqs` that run.
         max_body_bytes: longest body of a request.
         drain_s: seconds that requests may take to end once the server is asked to.
-        text_threads: threads that tokenise.
+        text_threads: threads that tokenise what is to be answered.
 
     Raises:
         ConfigError: a value out of its range.
