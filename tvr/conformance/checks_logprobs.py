@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tvr.conformance import oracle, tolerance
-from tvr.conformance.inputs import make_call
+from tvr.conformance.inputs import make_call, spoil_rows
 from tvr.conformance.judge import same_bits, within
 from tvr.conformance.ledger import Check, CheckFailed
 from tvr.contract import LOGPROB_FLOOR, TopLogprobsSpec
@@ -70,14 +70,7 @@ def check_large_logits_do_not_overflow(backend: Subject, case: Case) -> None:
 def check_row_without_finite_best_gives_nan(backend: Subject, case: Case) -> None:
     """A NaN, an infinity or nothing but -inf gives NaN, ids of the vocabulary, and no harm."""
     call = make_call(case, backend.torch_device)
-    vocab = call["logits"].shape[1]
-    for i, logits in enumerate(call["logits"]):
-        if i % 4 == 0:
-            logits[i * 37 % vocab] = torch.nan
-        elif i % 4 == 1:
-            logits[i * 37 % vocab] = torch.inf
-        elif i % 4 == 2:
-            logits.fill_(-torch.inf)
+    spoil_rows(call["logits"])
     _judge(backend, call)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tvr.conformance.inputs import make_call
+from tvr.conformance.inputs import make_call, spoil_rows
 from tvr.conformance.judge import same_bits
 from tvr.conformance.ledger import Check, CheckFailed
 from tvr.conformance.oracle_sample import RowParams, allowed_tokens
@@ -71,14 +71,7 @@ def check_greedy_takes_the_lowest_of_equals(backend: Subject, case: Case) -> Non
 def check_row_without_finite_best_gives_minus_one(backend: Subject, case: Case) -> None:
     """A NaN, an infinity or nothing but -inf gives -1, is not counted, and 0 is the row's token."""
     call = make_call(case, backend.torch_device)
-    vocab = call["logits"].shape[1]
-    for i, logits in enumerate(call["logits"]):
-        if i % 4 == 0:
-            logits[i * 37 % vocab] = torch.nan
-        elif i % 4 == 1:
-            logits[i * 37 % vocab] = torch.inf
-        elif i % 4 == 2:
-            logits.fill_(-torch.inf)
+    spoil_rows(call["logits"])
     _judge(backend, call)
     _judge_kept(backend, call)
 
