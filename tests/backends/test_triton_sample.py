@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 from triton.language import constexpr
 from tvr.backends.torch_ref import sample as reference
-from tvr.backends.triton import configs, sample_choice, sample_kernels
+from tvr.backends.triton import configs, sample_bracket, sample_choice, sample_kernels
 from tvr.backends.triton.launch import Config, open_gpu
 from tvr.backends.triton.sample import bind_sample
 from tvr.conformance.row_tables import ASKED, Asked, as_run_takes_them, sample_args
@@ -64,7 +64,7 @@ agree(normal(10, 700))
 agree(normal(4, 700), (Asked(),))
 """,
     "fp64 sums decide where fp32 cannot tell": """
-sample_choice._UNSURE = constexpr(2.0)
+sample_bracket.UNSURE = sample_choice.UNSURE = constexpr(2.0)
 nuclei = [Asked(top_p=p, top_k=k) for p in (0.05, 0.5, 0.99) for k in (None, 40)]
 agree(normal(12, 700), tuple(nuclei))
 """,

@@ -19,6 +19,10 @@ INF = tl.constexpr(float("inf"))
 MARKS = tl.constexpr(16)
 _HALF = tl.constexpr(8)
 
+#: Sums of fp32 weights, of at most 2^-16 error, tell on which side of top_p a token is unless they
+#: are this near, as a share of the whole; then fp64 sums do.
+UNSURE = tl.constexpr(2.0**-14)
+
 
 @triton.jit
 def total_of(masses, parts, TILES: tl.constexpr):
@@ -49,12 +53,8 @@ def marks_in(bracket, has_both):
 
 
 @triton.jit
-def narrowed(bracket, marks, counts, masses, k, p, vocab, UNSURE: tl.constexpr):
-    """Return the bracket after tokens up to `marks` were counted, int32, and weighed, fp64.
-
-    UNSURE is how near a mass may be to top_p, as a share of the whole, that sums of fp32 tell on
-    which side it is.
-    """
+def narrowed(bracket, marks, counts, masses, k, p, vocab):
+    """Return the bracket after tokens up to `marks` were counted, int32, and weighed, fp64."""
     low, high, k_low, k_high, least, most = bracket
     few, many = counts <= k, counts >= k
     k_low = tl.maximum(k_low, tl.max(tl.where(few, marks, -1.0), axis=0))
@@ -82,7 +82,6 @@ def bracket_of(
     chunks,
     ROUNDS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    UNSURE: tl.constexpr,
 ):
     """Return the bracket of a row after ROUNDS rounds of marks.
 
@@ -98,5 +97,5 @@ def bracket_of(
         count = tl.load(counts_upto + of_round, mask=slot < chunks, other=0)
         mass = tl.load(masses_upto + of_round, mask=slot < chunks, other=0.0).to(tl.float64)
         sums = tl.sum(count, axis=0), tl.sum(mass, axis=0)
-        bracket = narrowed(bracket, marks_in(bracket, has_both), *sums, k, p, vocab, UNSURE)
+        bracket = narrowed(bracket, marks_in(bracket, has_both), *sums, k, p, vocab)
     return bracket

@@ -6,36 +6,13 @@ import triton.language as tl
 
 from tvr.backends.triton.argmax import id_of
 from tvr.backends.triton.device import let_next_start, wait_for_inputs
-from tvr.backends.triton.sample_bracket import bracket_of, total_of
+from tvr.backends.triton.sample_bracket import UNSURE, bracket_of, total_of
 from tvr.backends.triton.sample_exact import last_of_best, mass_until
 from tvr.backends.triton.sample_kernels import CLOSE, best_of, winner_in
 from tvr.backends.triton.sample_race import INF, LAST, winner_of
 from tvr.backends.triton.sample_rows import gap_at, id_at, logit_in, row_of, weights_of
 
 _MOST_COUNTED = tl.constexpr(2 * (2**14 - 1))  # what int16 holds, the prompt's bit left out
-
-# Sums of fp32 weights, of at most 2^-16 error, tell on which side of top_p a token is unless they
-# are this near; then fp64 sums do.
-_UNSURE = tl.constexpr(2.0**-14)
-
-
-@triton.jit
-def bracket_in(
-    limit,
-    total,
-    k,
-    p,
-    vocab,
-    counts_upto,
-    masses_upto,
-    round_stride,
-    chunks,
-    ROUNDS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-):
-    """Return `bracket_of` where fp32 sums are as sure as all of these kernels take them to be."""
-    sums = (counts_upto, masses_upto, round_stride, chunks)
-    return bracket_of(limit, total, k, p, vocab, *sums, ROUNDS, CHUNKS, _UNSURE)
 
 
 @triton.jit(do_not_specialize=["best_parts", "parts"])
@@ -101,9 +78,9 @@ def pick_kernel(
             # With both, the nucleus is one of the k best, whose mass is not known yet: it is no
             # less than that of those up to this token.
             least = tl.where(has_k, mass + weights_of(gap_at(drawn)), total)
-            is_kept = (count < k) & ((has_p == 0) | (mass < (p - _UNSURE) * least))
+            is_kept = (count < k) & ((has_p == 0) | (mass < (p - UNSURE) * least))
             if is_kept == 0:
-                is_out = (count >= k) | (has_p & (mass >= (p + _UNSURE) * total))
+                is_out = (count >= k) | (has_p & (mass >= (p + UNSURE) * total))
                 limit = tl.where(is_out, drawn - 1, drawn)
                 tl.store(searched + tl.atomic_add(num_searched, 1), i.to(tl.int32))
     tl.store(limits + i, limit)
@@ -175,7 +152,7 @@ def choice_kernel(
                 total = total_of(masses + i * tiles, parts, TILES)
                 upto = i * chunks * MARKS
                 sums = (counts_upto + upto, masses_upto + upto, round_stride, chunks)
-                low = bracket_in(last, total, k, p, vocab, *sums, ROUNDS, CHUNKS)[0]
+                low = bracket_of(last, total, k, p, vocab, *sums, ROUNDS, CHUNKS)[0]
                 drawn = winner_in(facts, winners + i * tiles, chunks, seed, position, TILES)
                 if gap_at(drawn) > low:
                     wide_tiles = tl.cdiv(tiles, WIDE)

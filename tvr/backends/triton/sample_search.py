@@ -9,8 +9,7 @@ import triton
 import triton.language as tl
 
 from tvr.backends.triton.device import let_next_start, wait_for_inputs
-from tvr.backends.triton.sample_bracket import marks_in, total_of
-from tvr.backends.triton.sample_choice import bracket_in
+from tvr.backends.triton.sample_bracket import bracket_of, marks_in, total_of
 from tvr.backends.triton.sample_kernels import CLOSE, best_of
 from tvr.backends.triton.sample_race import LAST, winner_of
 from tvr.backends.triton.sample_rows import (
@@ -85,7 +84,7 @@ def narrow_kernel(
         total = total_of(masses + i * tiles, parts, TILES)
         upto = i * chunks * MARKS
         sums = (counts_upto + upto, masses_upto + upto, round_stride, chunks)
-        bracket = bracket_in(tl.load(limits + i), total, k, p, vocab, *sums, ROUND, CHUNKS)
+        bracket = bracket_of(tl.load(limits + i), total, k, p, vocab, *sums, ROUND, CHUNKS)
         marks = distance_upto(marks_in(bracket, (k < vocab) & (p < 1.0)), heat)
         factor = exponent_of(heat)
         count = tl.zeros([MARKS], tl.int32)
@@ -163,7 +162,7 @@ def redraw_kernel(
         upto = i * chunks * MARKS
         sums = (counts_upto + upto, masses_upto + upto, round_stride, chunks)
         limit = tl.load(limits + i)
-        high = bracket_in(limit, total, k, p, vocab, *sums, ROUNDS, CHUNKS)[1]
+        high = bracket_of(limit, total, k, p, vocab, *sums, ROUNDS, CHUNKS)[1]
         limit = tl.minimum(limit, last_at(high))
         first = chunk * tiles_of_chunk
         num_tiles = tl.minimum(tiles_of_chunk, tiles - first)
