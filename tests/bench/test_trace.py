@@ -1,4 +1,4 @@
-"""A trace with a GPU in it, written here by hand: which op a kernel is of, and how idle it was."""
+"""Traces with a GPU in them, written here by hand: of what a kernel is, and how idle it was."""
 
 from __future__ import annotations
 
@@ -57,6 +57,61 @@ def test_idle_is_when_nothing_ran(trace):
     assert trace.idle == pytest.approx(30 / 80)
 
 
+def launched(at, begin, end, tid=1):
+    """A kernel that was launched at a time of the host, and ran from `begin` to `end`."""
+    return [
+        event("cuda_runtime", "cudaLaunchKernel", at, 1, tid=tid, correlation=at),
+        event("kernel", f"k{at}", begin, end - begin, tid=7, correlation=at),
+    ]
+
+
+#: Prompts, two decodes, prompts beside decodes, a decode; the host launches well ahead.
+STEPS = [
+    event("user_annotation", "step: 9 prefill tokens", 0, 10),
+    *launched(1, 100, 200),
+    event("user_annotation", "step: 4 decodes", 20, 10),
+    *launched(21, 250, 260),  # the 50 before it are no decode's
+    *launched(22, 270, 290),
+    event("user_annotation", "launch", 30, 5),
+    *launched(31, 291, 292),  # brings the tokens to the host
+    event("user_annotation", "step: 4 decodes in a graph", 40, 10),
+    *launched(41, 300, 340),
+    *launched(45, 330, 350),
+    event("user_annotation", "step: 4 decodes, 9 prefill tokens", 60, 10),
+    *launched(61, 400, 500),
+    *launched(65, 600, 700),
+    event("user_annotation", "step: 3 decodes", 80, 10),
+    *launched(81, 720, 730),
+    event("kernel", "nobody's", 732, 4, tid=8),
+    *launched(82, 740, 750),
+]
+
+
+def written(folder, events):
+    (folder / "t.json").write_text(json.dumps({"traceEvents": events, "tvr": {}}))
+    return read_trace(folder / "t.json")
+
+
+def test_a_kernel_belongs_to_the_step_behind_whose_beginning_it_was_launched(tmp_path):
+    steps = {r.name: r.step for r in written(tmp_path, STEPS).device}
+    assert steps["k1"] == "step: 9 prefill tokens"
+    assert steps["k22"] == steps["k31"] == "step: 4 decodes"
+    assert steps["nobody's"] == ""
+
+
+def test_steps_of_decodes_have_an_idle_share_of_their_own(tmp_path):
+    trace = written(tmp_path, STEPS)
+    # from 250 to 350, with pauses of 10, 1 and 8; from 720 to 750, with pauses of 2 and 4
+    assert trace.decode_idle == pytest.approx((19 + 6) / (100 + 30))
+    assert trace.idle == pytest.approx((50 + 19 + 50 + 100 + 20 + 6) / 650)
+
+
+def test_without_steps_of_decodes_they_have_no_idle_share(tmp_path):
+    assert written(tmp_path, STEPS[:3]).decode_idle is None
+    no_device = [e for e in STEPS if e["cat"] == "user_annotation"]
+    assert written(tmp_path, no_device).decode_idle is None
+
+
 def test_the_table_has_the_devices_time_by_op(trace):
     head, *rows = trace_rows(trace, ["step"])
     assert head == ["phase or op", "calls", "host ms", "us/call", "device ms"]
@@ -77,5 +132,6 @@ def test_the_picture_names_ops_and_the_idle_share(trace, tmp_path):
     with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
         plot_timeline(tmp_path / "t.svg", trace, ["schedule"], ["step"])
     text = (tmp_path / "t.svg").read_text()
-    for words in ("m, device idle 38%", ">device<", ">engine<", "ops: rope [a]", "step: step: 1"):
+    title = "m, device idle 38%, of decode steps 38%"
+    for words in (title, ">device<", ">engine<", "ops: rope [a]", "step: step: 1"):
         assert words in text

@@ -15,7 +15,7 @@ from support.cli import refused_here, run_here
 from support.plugins import install
 from tvr import LLM, SamplingParams
 from tvr.bench import engine_profile
-from tvr.bench.trace import read_trace
+from tvr.bench.trace import Range, Trace, read_trace
 from tvr.contract import OPS
 from tvr.core.phases import HOST_PHASES, STEP_PHASES, marked_phases
 from tvr.core.step_graphs import StepGraphs
@@ -206,6 +206,24 @@ def test_a_heading_counts_the_step_that_is_sent_off_ahead(tmp_path):
     # A decode of one row, whose products but the LM head's are fused with what is beside them.
     fused = [call for call in trace.ops if call.name == "fused_linear [torch]"]
     assert len(fused) == 4 * SIZES["num_hidden_layers"]
+
+
+def test_a_heading_says_how_idle_a_gpu_was(tmp_path, monkeypatch):
+    prompts, decodes = (
+        Range(name, start, start + 60.0, 7, step=step)
+        for name, start, step in (
+            ("k", 0.0, "step: 4 prefill tokens"),
+            ("k", 100.0, "step: 1 decodes"),
+        )
+    )
+    more = decodes._replace(start=180.0, end=200.0)
+    trace = Trace(header={}, device=[prompts, decodes, more])
+    monkeypatch.setattr("tvr.bench.trace.read_trace", lambda path: trace)
+    model = ("--model", save_config(tmp_path / "small"), "--load-format", "dummy")
+    sizes = ("--steps", "2", "--input-len", "4", "--output-len", "4", "--device", "cpu")
+    done = run_here("profile", *model, *sizes, "-o", tmp_path / "t.json")
+    heading = done.stdout.splitlines()[0]
+    assert heading.startswith("2 steps of 1 x 4 + 4, device idle 30.0%, of decode steps 20.0%: ")
 
 
 def test_a_trace_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):

@@ -109,4 +109,6 @@ def _title(trace: Trace) -> str:
     facts = [header.get("model"), header.get("sizes"), header.get("device_name")]
     if trace.idle is not None:
         facts.append(f"device idle {trace.idle:.0%}")
+    if trace.decode_idle is not None:
+        facts.append(f"of decode steps {trace.decode_idle:.0%}")
     return ", ".join(str(fact) for fact in facts if fact)

@@ -7,6 +7,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ HEADER_KEY = "tvr"
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
 _OP = re.compile(r"\w+ \[.+\]")
+_DECODES = re.compile(r"step: \d+ decodes( in a graph)?")
 
 
 class Range(NamedTuple):
@@ -26,6 +28,7 @@ class Range(NamedTuple):
         start, end: when.
         thread: of the host; of a kernel, its stream.
         op: of a kernel, the op's range that launched it; "": none did.
+        step: of a kernel, the range of the step behind whose beginning it was launched; "": none.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Range(NamedTuple):
     end: float
     thread: object
     op: str = ""
+    step: str = ""
 
     @property
     def us(self) -> float:
@@ -72,13 +76,35 @@ class Trace:
     @property
     def idle(self) -> float | None:
         """Share of the time from the first to the last kernel in which none ran; None: no GPU."""
-        if not self.device:
-            return None
-        busy, end = 0.0, self.device[0].start
-        for r in self.device:
+        return _idle([self.device] if self.device else [])
+
+    @property
+    def decode_idle(self) -> float | None:
+        """The same of steps of decodes only; None: no GPU, or there are none.
+
+        Of steps in a row, from the first kernel of the first to the last of the last: what passes
+        between two of them counts, and what passes before or behind steps with prompts does not.
+        """
+        launched = (r for r in self.device if r.step)
+        runs = groupby(launched, key=lambda r: _DECODES.fullmatch(r.step) is not None)
+        spans = [_span(list(run)) for decodes, run in runs if decodes]
+        return _idle([[r for r in self.device if a <= r.start < b] for a, b in spans])
+
+
+def _span(ranges: Sequence[Range]) -> tuple[float, float]:
+    return ranges[0].start, max(r.end for r in ranges)
+
+
+def _idle(runs: Sequence[Sequence[Range]]) -> float | None:
+    """Return the share of idle time within runs of kernels, each by start; None: of no time."""
+    busy = whole = 0.0
+    for run in filter(None, runs):
+        begin = end = run[0].start
+        for r in run:
             busy += max(0.0, r.end - max(r.start, end))
             end = max(end, r.end)
-        return 1.0 - busy / (end - self.device[0].start)
+        whole += end - begin
+    return 1.0 - busy / whole if whole else None
 
 
 def read_trace(path: Path) -> Trace:
@@ -91,26 +117,30 @@ def read_trace(path: Path) -> Trace:
         for e in events
         if e.get("cat") in _LAUNCHES and "correlation" in e["args"]
     }
-    calls: dict[object, list[Range]] = {}
-    for call in host:
-        if call.is_op:
-            calls.setdefault(call.thread, []).append(call)
-    device = [
-        _range(e)._replace(op=_op_at(calls, launched.get(e["args"].get("correlation"))))
-        for e in sorted(events, key=lambda e: float(e["ts"]))
-        if e.get("cat") in _DEVICE
-    ]
+    calls = _by_thread(r for r in host if r.is_op)
+    steps = _by_thread(r for r in host if r.name.partition(":")[0] == "step")
+    device = []
+    for e in sorted(events, key=lambda e: float(e["ts"])):
+        if e.get("cat") in _DEVICE:
+            thread, at = launched.get(e["args"].get("correlation"), (None, 0.0))
+            call, step = _begun(calls.get(thread, ()), at), _begun(steps.get(thread, ()), at)
+            op = call.name if call is not None and at <= call.end else ""
+            # What brings the tokens to the host is launched behind the step's range.
+            device.append(_range(e)._replace(op=op, step="" if step is None else step.name))
     return Trace(header=data.get(HEADER_KEY, {}), host=host, device=device)
 
 
-def _op_at(calls: dict[object, list[Range]], launch: tuple[object, float] | None) -> str:
-    """Return the op in whose call something was launched."""
-    if launch is None:
-        return ""
-    thread, at = launch
-    some: Sequence[Range] = calls.get(thread, ())
-    i = bisect_right(some, at, key=lambda r: r.start) - 1
-    return some[i].name if i >= 0 and at <= some[i].end else ""
+def _by_thread(ranges: Iterable[Range]) -> dict[object, list[Range]]:
+    found: dict[object, list[Range]] = {}
+    for r in ranges:
+        found.setdefault(r.thread, []).append(r)
+    return found
+
+
+def _begun(ranges: Sequence[Range], at: float) -> Range | None:
+    """Return the last of a thread's ranges that had begun by then."""
+    i = bisect_right(ranges, at, key=lambda r: r.start)
+    return ranges[i - 1] if i else None
 
 
 def _ranges(events: Iterable[dict[str, Any]]) -> list[Range]:

@@ -46,7 +46,12 @@ def profile(
     plugins: options.Plugins = None,
     debug: options.Debug = False,
 ) -> int:
-    """Write a Chrome trace of some steps, for ui.perfetto.dev, and print where the time goes."""
+    """Write a Chrome trace of some steps, for ui.perfetto.dev, and print where the time goes.
+
+    On a GPU that has how long it was idle: in all, and while steps of decodes only ran, which
+    says what serving is like once prompts are read. The profiler costs the host time and so makes
+    the device idle for longer; `tvr bench latency` says how idle it is without one.
+    """
     for name, value in (
         ("--steps", steps),
         ("--batch", batch),
@@ -98,8 +103,10 @@ def profile(
         remark(f"the requests ended after {done} steps; a longer --output-len has more")
     trace = read_trace(output)
     rows = trace_rows(trace, [*HOST_PHASES, "step", *STEP_PHASES])
-    idle = "" if trace.idle is None else f", device idle {trace.idle:.1%}"
-    heading = f"{done} steps of {batch} x {input_len} + {output_len}{idle}: {output}"
+    facts = [f"{done} steps of {batch} x {input_len} + {output_len}"]
+    facts += [] if trace.idle is None else [f"device idle {trace.idle:.1%}"]
+    facts += [] if trace.decode_idle is None else [f"of decode steps {trace.decode_idle:.1%}"]
+    heading = f"{', '.join(facts)}: {output}"
     table = columns(rows, right=range(1, len(rows[0])))
     text_writer()("\n".join([heading, "", *table]) + "\n")
     if plot is not None:
