@@ -26,7 +26,7 @@ def is_left_out(ring):
 @pytest.fixture
 def frozen():
     """What freezes and unfreezes, in a process where nothing is frozen."""
-    assert gc.get_freeze_count() == 0
+    gc.unfreeze()  # Python's own
     yield FrozenObjects()
     gc.unfreeze()
 
@@ -68,6 +68,18 @@ def test_what_somebody_froze_before_is_left_to_him(frozen):
     assert not frozen.freeze()
     assert is_left_out(theirs)
     assert not is_left_out(ours)
+
+
+def test_what_python_froze_as_it_started_keeps_no_engine_from_freezing(frozen, monkeypatch):
+    ring = Ring()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)  # as in Python 3.12
+    assert frozen.freeze()
+    assert is_left_out(ring)
+
+
+def test_the_first_engine_of_a_process_freezes():
+    code = "from tvr.core.garbage import frozen_objects as f; assert f().freeze()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.mark.parametrize("num_engines_after", [0, 1])
