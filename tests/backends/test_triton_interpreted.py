@@ -54,6 +54,11 @@ def test_two_threads_do_not_disturb_each_other():
     run_interpreted(_THREADS)
 
 
+def test_a_launch_translates_the_language_once_however_often_functions_call_others():
+    """It took half of the interpreter's time, at each call again."""
+    run_interpreted(_TRANSLATION)
+
+
 _SILU_MUL = """
 import torch
 from tvr.backends.triton.activation import bind_silu_mul
@@ -199,4 +204,28 @@ def work(rows):
 
 with ThreadPoolExecutor(2) as pool:
     list(pool.map(work, (3, 11)))
+"""
+
+_TRANSLATION = """
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from tvr.backends.triton.launch import open_gpu
+from tvr.backends.triton.norm import bind_rms_norm
+from tvr.contract import RmsNormSpec
+
+translate, functions = interpreter._patch_lang, []
+
+def recorded(function):
+    functions.append(function.__name__)
+    return translate(function)
+
+interpreter._patch_lang = recorded
+run = bind_rms_norm(RmsNormSpec(dtype="float32", hidden_size=64), open_gpu("cpu")).run
+for launch in (1, 2):
+    out = run(torch.full((9, 64), 3.0), torch.ones(64), eps=0.0, out=torch.empty(9, 64))
+    torch.testing.assert_close(out, torch.ones(9, 64))
+    assert len(functions) == 2 * launch, functions  # the kernel's module, and that of tl.sum
+    assert tl.core.is_builtin(tl.load)
+assert interpreter._patch_lang is recorded
 """

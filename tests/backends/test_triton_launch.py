@@ -13,7 +13,8 @@ from triton.runtime.interpreter import interpreter_builder
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tvr.backends.triton.decode_kernels import split_kernel
-from tvr.backends.triton.launch import Config, Interpreter, Kernel
+from tvr.backends.triton.interpreter import Interpreter
+from tvr.backends.triton.launch import Config, Kernel
 from tvr.backends.triton.prefill import bind_attention_prefill
 from tvr.backends.triton.prefill_kernels import prefill_kernel
 from tvr.contract import AttentionPrefillSpec, StepMeta

@@ -9,20 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
-from threading import Lock
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tvr.backends.triton.interpreter import Interpreter
 from tvr.errors import KernelError
-
-#: Programs that the interpreter runs one after another stand for a GPU of so many multiprocessors.
-INTERPRETED_SMS = 2
 
 _LOG = logging.getLogger(__name__)
 
@@ -98,48 +95,6 @@ class CudaGpu:
         else:
             with torch.cuda.device(self._index):
                 kernel[grid](*args, **constants, **options)
-
-
-class Interpreter:
-    """Triton's interpreter on the CPU: programs run one after another, in NumPy.
-
-    So do launches of several threads.
-    """
-
-    device = torch.device("cpu")
-    sm = 0
-    num_sms = INTERPRETED_SMS
-    pdl = False
-
-    # Where in the grid a program is, and what its language means, Triton keeps for the process.
-    _one_launch: ClassVar[Lock] = Lock()
-
-    def __init__(self) -> None:
-        _leave_out_overflow_checks()
-
-    def launch(
-        self,
-        kernel: Any,  # noqa: ANN401
-        grid: tuple[int, ...],
-        args: tuple[Any, ...],
-        constants: dict[str, Any],
-        options: dict[str, Any],
-    ) -> None:
-        """Run when no other launch of the process runs; `options` are for compilers."""
-        with self._one_launch:
-            kernel[grid](*args, **constants)
-
-
-def _leave_out_overflow_checks() -> None:
-    """Let the interpreter not look, at each sum and product, whether an integer overflowed.
-
-    To look takes a third of its time, and unless it debugs it drops what it finds.
-    """
-    from triton.runtime.interpreter import interpreter_builder  # GPUs need none of it
-
-    options = interpreter_builder.options
-    if not options.debug:
-        interpreter_builder.options = replace(options, sanitize_overflow=False)
 
 
 @cache
