@@ -39,6 +39,26 @@ def test_latency_has_vllms_keys():
     assert json.loads(json.dumps(row)) == row
 
 
+def test_what_a_step_takes_the_device_is_a_figure_where_it_is_known():
+    row = latency_row(SIZES, FIRST, WHOLE, {}, device_ms=[18.0, 17.0, 19.0])
+    assert (row["p10_device_ms"], row["device_ms"], row["p90_device_ms"]) == (17.2, 18.0, 18.8)
+    assert "device_ms" not in latency_row(SIZES, FIRST, WHOLE, {})
+
+
+def test_the_idle_share_stands_beside_itl_where_one_is_known():
+    mine = latency_row(SIZES, FIRST, WHOLE, {}, device_ms=[18.0])
+    other = latency_row({**SIZES, "backend": "b"}, FIRST, WHOLE, {})
+    backwards = latency_row({**SIZES, "backend": "c"}, WHOLE, FIRST, {}, device_ms=[18.0])
+    wrong = failed_row({**SIZES, "backend": "d"}, ("ttft_ms", "itl_ms", "tok_s"), "is off")
+    rows = [mine, other, backwards, wrong]
+    _, head, line, *_ = format_latency([rows], ["a", "b", "c", "d"]).splitlines()
+    assert head.split().count("idle") == 4
+    assert line.split()[3:7] == ["120", "20", "10.0%", "200"]
+    assert line.split()[7:13] == ["120", "1.00", "20", "1.00", "-", "200"]
+    assert line.split()[17] == line.split()[23] == "-"
+    assert "idle" not in format_latency([[other]], ["b"])
+
+
 def test_noise_that_makes_itl_negative_gives_no_rate():
     row = latency_row(SIZES, WHOLE, FIRST, {})
     assert row["itl_ms"] < 0

@@ -183,6 +183,32 @@ def test_a_fault_while_it_is_timed_costs_the_number(bench, tmp_path, monkeypatch
     assert calls[:8] == [first, second] * 4
 
 
+def test_the_devices_time_for_a_step_is_a_figure_and_a_fault_of_it_a_failure(
+    bench, tmp_path, monkeypatch
+):
+    from tvr.bench import engine_latency
+
+    def timed(llm, prompts, output_len, sampling):
+        assert (len(prompts), output_len, sampling) == (2, 3, {})
+        if llm.config.backend == "slow":
+            raise RuntimeError("no event")
+        return [1.0, 2.0, 1.5]
+
+    monkeypatch.setattr(engine_latency, "decode_device_ms", timed)
+    options = ("--batch", "2", "--output-len", "3", *ITERS, "--backend", "torch,slow")
+    file = tmp_path / "l.json"
+    done = bench("latency", *options, "--json", file)
+    assert done.returncode == 1
+    right, failed = rows_in(file)
+    assert right["device_ms"] == 1.5
+    assert failed["error"] == "RuntimeError: no event"
+    assert "device_ms" not in failed
+    assert done.stdout.count(" idle ") == 2
+    compared = run_here("bench", "compare", file, file)
+    (line,) = [text for text in compared.stdout.splitlines() if "device_ms" in text]
+    assert line.split()[-6:] == ["device_ms", "1.5", "1.5", "1.000", "no", "difference"]
+
+
 def test_a_backend_whose_rope_is_wrong_gets_no_number_and_the_others_do(bench, tmp_path):
     file = tmp_path / "l.json"
     names = ("--backend", "torch,wrong", "--backend", "broken")

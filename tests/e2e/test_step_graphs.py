@@ -46,34 +46,7 @@ def checkpoint(tmp_path_factory):
     return save_shape(tmp_path_factory.mktemp("model"))
 
 
-def plans_on_the_host():
-    """Return `graph_safe`, whose plan is not to be captured, and asserts that it is not."""
-    right = graph_safe.backend()
-    ops = {
-        op: [replace(box, flags=box.flags - {"plan_in_graph"}) for box in boxes]
-        for op, boxes in graph_safe.INFO.ops.items()
-    }
-    info = replace(graph_safe.INFO, ops=ops)
-
-    def bind_attention_decode(spec, device):
-        bound = graph_safe.bind_attention(spec, device)
-
-        def plan(step):
-            # Real lengths of the host, which no capture may read.
-            lens = torch.tensor(step.seq_lens_cpu, dtype=torch.int32)
-            assert step.max_seq_len == max(step.seq_lens_cpu)
-            bound.plan(replace(step, seq_lens=lens))
-
-        return replace(bound, plan=plan)
-
-    hooks = vars(right) | {
-        "tvr_backend_info": hookimpl(lambda: info),
-        "tvr_bind_attention_decode": hookimpl(bind_attention_decode),
-    }
-    return SimpleNamespace(**hooks)
-
-
-BACKENDS = {"plan_inside": graph_safe.backend, "plan_outside": plans_on_the_host}
+BACKENDS = {"plan_inside": graph_safe.backend, "plan_outside": graph_safe.plans_on_the_host}
 
 
 @pytest.fixture(scope="module")

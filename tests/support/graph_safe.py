@@ -252,6 +252,33 @@ def backend(change=lambda bound, spec: bound):
     return SimpleNamespace(**hooks)
 
 
+def plans_on_the_host():
+    """Return the backend, whose plan is not to be captured, and asserts that it is not."""
+    right = backend()
+    ops = {
+        op: [replace(box, flags=box.flags - {"plan_in_graph"}) for box in boxes]
+        for op, boxes in INFO.ops.items()
+    }
+    info = replace(INFO, ops=ops)
+
+    def bind_attention_decode(spec, device):
+        bound = bind_attention(spec, device)
+
+        def plan(step):
+            # Real lengths of the host, which no capture may read.
+            lens = torch.tensor(step.seq_lens_cpu, dtype=torch.int32)
+            assert step.max_seq_len == max(step.seq_lens_cpu)
+            bound.plan(replace(step, seq_lens=lens))
+
+        return replace(bound, plan=plan)
+
+    hooks = vars(right) | {
+        "tvr_backend_info": hookimpl(lambda: info),
+        "tvr_bind_attention_decode": hookimpl(bind_attention_decode),
+    }
+    return SimpleNamespace(**hooks)
+
+
 def _reference(op):
     hook = getattr(plugin, f"tvr_bind_{op}")
     return lambda spec, device: hook(spec=spec, device=device)

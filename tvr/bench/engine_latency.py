@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tvr.bench.comparison import says
+from tvr.bench.engine_device import decode_device_ms
 from tvr.bench.engine_model import BenchModel, synchronise
 from tvr.bench.engine_text import check_lengths
 from tvr.bench.gate_model import ModelGate, gate_lengths
@@ -46,6 +47,7 @@ class _Entry:
     facts: dict[str, Any]
     first: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
+    device_ms: list[float] = field(default_factory=list)
 
 
 class Latency:
@@ -162,14 +164,21 @@ class Latency:
                 if i >= self._num_warmup:
                     entry.first.append(first)
                     entry.whole.append(whole)
+        for name, entry in entries.items():
+            try:
+                entry.device_ms = decode_device_ms(entry.llm, prompts, batch.output_len, sampling)
+            except (Exception, SystemExit) as error:
+                failed[name] = says(error)
         return [
             failed_row(fields[name], MEASURES, failed[name])
             if name in failed
-            else latency_row(
-                fields[name], entries[name].first, entries[name].whole, entries[name].facts
-            )
+            else _row(fields[name], entries[name])
             for name in self._backends
         ]
+
+
+def _row(fields: dict[str, Any], entry: _Entry) -> Row:
+    return latency_row(fields, entry.first, entry.whole, entry.facts, device_ms=entry.device_ms)
 
 
 def sampling_name(sampling: Mapping[str, Any]) -> str:

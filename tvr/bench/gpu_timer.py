@@ -33,7 +33,7 @@ class GraphTimer:
         self._stream.synchronize()
 
     def sample(self, count: int) -> list[float]:
-        return _between_events(self._graph.replay, count, self.launches, self._stream)
+        return between_events(self._graph.replay, count, self.launches, self._stream)
 
 
 class EventTimer:
@@ -60,10 +60,10 @@ class EventTimer:
             for _ in range(self.launches):
                 next(self._next)()
 
-        return _between_events(some, count, self.launches, self._stream)
+        return between_events(some, count, self.launches, self._stream)
 
 
-def _between_events(
+def between_events(
     run: Callable[[], None], count: int, launches: int, stream: torch.cuda.Stream
 ) -> list[float]:
     """Return the us per launch of `count` runs, one behind the other.

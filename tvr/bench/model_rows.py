@@ -17,7 +17,12 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def latency_row(
-    fields: dict[str, Any], first: Sequence[float], whole: Sequence[float], facts: dict[str, Any]
+    fields: dict[str, Any],
+    first: Sequence[float],
+    whole: Sequence[float],
+    facts: dict[str, Any],
+    *,
+    device_ms: Sequence[float] = (),
 ) -> Row:
     """Return the row of a batch.
 
@@ -26,6 +31,7 @@ def latency_row(
         first, whole: seconds until each request has a token, and until all have ended; of each
             iteration.
         facts: of the gate, and who else was at work.
+        device_ms: milliseconds that a decode step takes the device; empty: not known.
     """
     batch, more = fields["batch"], fields["output_len"] - 1
     gaps = [(b - a) / more * 1e3 for a, b in zip(first, whole, strict=True)]
@@ -34,6 +40,7 @@ def latency_row(
         **fields,
         **_spread("ttft_ms", [seconds * 1e3 for seconds in first]),
         **itl,
+        **(_spread("device_ms", device_ms) if device_ms else {}),
         # A drift of the machine may make the shorter run the longer one.
         "tok_s": round(batch / itl["itl_ms"] * 1e3, 2) if itl["itl_ms"] > 0 else None,
         "avg_latency": statistics.fmean(whole),

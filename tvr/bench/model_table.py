@@ -16,25 +16,29 @@ _SIZES = ("batch", "input_len", "output_len")
 def format_latency(batches: Sequence[Sequence[Row]], backends: Sequence[str]) -> str:
     """Return a line for each batch, the backends side by side.
 
+    "idle" is the share of ITL in which the device has nothing to do, where one is known.
+
     Args:
         batches: the rows of each, in the order of `backends`.
         backends: the others are compared with the first: the ratio is its time by theirs.
     """
     first, *others = backends
-    head = [*_SIZES, f"{first} TTFT ms", "ITL ms", "tok/s"]
+    known = any("device_ms" in row for rows in batches for row in rows)
+    behind = [*(["idle"] if known else []), "tok/s"]
+    head = [*_SIZES, f"{first} TTFT ms", "ITL ms", *behind]
     for name in others:
-        head += [f"{name} TTFT ms", f"{first}/{name}", "ITL ms", f"{first}/{name}", "tok/s"]
+        head += [f"{name} TTFT ms", f"{first}/{name}", "ITL ms", f"{first}/{name}", *behind]
     drawn = any(mine["sampling"] != "greedy" for mine, *_ in batches)
     if drawn:
         head.append("sampling")
     lines = [head]
     for mine, *theirs in batches:
         line = [str(mine[size]) for size in _SIZES]
-        line += [_number(mine, name) for name in ("ttft_ms", "itl_ms", "tok_s")]
+        line += [_number(mine, "ttft_ms"), _number(mine, "itl_ms"), *_behind(mine, known)]
         for row in theirs:
             for name in ("ttft_ms", "itl_ms"):
                 line += [_number(row, name), _ratio(mine, row, name)]
-            line.append(_number(row, "tok_s"))
+            line += _behind(row, known)
         lines.append([*line, mine["sampling"]] if drawn else line)
     return _with_remarks(lines, batches)
 
@@ -77,6 +81,14 @@ def _number(row: Row, name: str) -> str:
     if value is None:
         return "failed" if "error" in row else "-"
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _behind(row: Row, known: bool) -> list[str]:
+    """Return what comes behind ITL: the idle share, where a row of the table has it, and tok/s."""
+    idle = "-"
+    if "device_ms" in row and row["itl_ms"] > 0:
+        idle = f"{1 - row['device_ms'] / row['itl_ms']:.1%}"
+    return [*([idle] if known else []), _number(row, "tok_s")]
 
 
 def _ratio(row: Row, other: Row, name: str) -> str:

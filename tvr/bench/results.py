@@ -32,6 +32,7 @@ QUANTITIES = {
     "tflop_s": Quantity("us", False),
     "ttft_ms": Quantity("ttft_ms", True),
     "itl_ms": Quantity("itl_ms", True),
+    "device_ms": Quantity("device_ms", True),
     "tok_s": Quantity("itl_ms", False),
     "avg_latency": Quantity("avg_latency", True),
     "output_tok_s": Quantity("seconds", False),

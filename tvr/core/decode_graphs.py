@@ -9,6 +9,7 @@ decoding is one replay after another.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -79,6 +80,7 @@ class DecodeGraphs:
         self._preparing: dict[int, Graph] = {}
         self._to_logits: dict[int, Graph] = {}
         self._to_tokens: dict[int, Graph] = {}
+        self._chosen = NO_DECODES  # the last step, if it ended with tokens
 
     def jobs(self) -> list[GraphJob]:
         """Return what captures the graphs, largest first."""
@@ -118,8 +120,33 @@ class DecodeGraphs:
         in the tables already.
         """
         self._run(packed, self._to_tokens)
+        self._chosen = packed
         n = len(packed.rows)
         return self._tokens[:n], self._logits[:n]
+
+    def again(self, num_seqs: int) -> Callable[[], None] | None:
+        """Return what launches the last step of these graphs again and nothing else, to be timed.
+
+        Each launch starts from what the step loaded and planned, and writes keys, values and tokens
+        in place of that step's; so nobody may want more of those requests. It is good until the
+        next step.
+
+        Args:
+            num_seqs: decodes that the step must have had.
+
+        Returns:
+            None: it had others, or did not end with tokens.
+        """
+        if len(self._chosen.rows) != num_seqs:
+            return None
+        size = self._size(num_seqs)
+        graphs = [of[size] for of in (self._preparing, self._to_tokens) if size in of]
+
+        def launch() -> None:
+            for graph in graphs:
+                graph.replay()
+
+        return launch
 
     def logits(self, packed: PackedDecodes) -> tuple[Tensor, Tensor, Tensor]:
         """Run a step up to its logits; return them with rows and positions.
@@ -129,11 +156,15 @@ class DecodeGraphs:
             overwrites.
         """
         self._run(packed, self._to_logits)
+        self._chosen = NO_DECODES
         n = len(packed.rows)
         return self._logits[:n], self._inputs.rows[:n], self._inputs.positions[:n]
 
+    def _size(self, num_seqs: int) -> int:
+        return self._sizes[bisect_left(self._sizes, num_seqs)]
+
     def _run(self, packed: PackedDecodes, graphs: dict[int, Graph]) -> None:
-        size = self._sizes[bisect_left(self._sizes, len(packed.rows))]
+        size = self._size(len(packed.rows))
         self._inputs.load(packed, size)
         if not self._plans_inside:
             self._preparing[size].replay()
