@@ -34,17 +34,14 @@ def measured(monkeypatch):
 
     def measure(llm, prompts=PROMPTS, output_len=OUTPUT_LEN, look=lambda: None, **sampling):
         @torch.inference_mode()
-        def run_all(run, count):
+        def between(run, count, launches, stream):
             look()
             for _ in range(count + 1):
                 run()
                 look()
-
-        def between(run, count, launches, stream):
-            # In order with the engine's steps, as on a stream.
-            llm._runner._worker.submit(run_all, run, count).result()
             return [1000.0 * launches + i for i in range(count)]
 
+        assert llm.config.max_lag == 0  # no other thread is at a step
         monkeypatch.setattr(engine_device, "between_events", between)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
         return decode_device_ms(llm, prompts, output_len, sampling)
@@ -60,7 +57,7 @@ def pools(llm):
 def test_it_launches_the_step_in_the_middle_and_leaves_no_trace(checkpoint, measured, backend):
     seen = []
 
-    with graphed(checkpoint, backend) as llm:
+    with graphed(checkpoint, backend, max_lag=0) as llm:
         right = tokens_of(llm.generate(PROMPTS, greedy(OUTPUT_LEN)))
         inputs = llm._runner.graphs.decodes._inputs
 
@@ -73,8 +70,8 @@ def test_it_launches_the_step_in_the_middle_and_leaves_no_trace(checkpoint, meas
         assert all_blocks_came_back(llm)
         assert tokens_of(llm.generate(PROMPTS, greedy(OUTPUT_LEN))) == right
     first = seen[0]
-    # Half of 12 tokens of answer are there, and a step is in flight: it is launched again.
-    assert first[0] == [20 + OUTPUT_LEN // 2] * 3 + [0]
+    # The step that made the sixth of 12 tokens, from the fifth.
+    assert first[0] == [20 + OUTPUT_LEN // 2 - 1] * 3 + [0]
     assert len(seen) == 7
     for lens, slots, pool in seen[1:]:
         assert (lens, slots) == first[:2]
@@ -84,13 +81,13 @@ def test_it_launches_the_step_in_the_middle_and_leaves_no_trace(checkpoint, meas
 
 
 def test_where_steps_are_no_graphs_there_is_nothing_to_time(checkpoint, measured):
-    with engine(checkpoint, device="cpu") as llm:
+    with engine(checkpoint, device="cpu", max_lag=0) as llm:
         assert measured(llm) == []
         assert sum(llm.stats()[f"num_{how}_steps"] for how in ("graph", "eager")) == 0
 
 
 def test_tokens_that_no_graph_chooses_are_not_timed_without_their_choice(checkpoint, measured):
-    with graphed(checkpoint, graph_safe.backend) as llm:
+    with graphed(checkpoint, graph_safe.backend, max_lag=0) as llm:
         assert measured(llm, temperature=0.8, seed=1) != []
         assert measured(llm, logit_bias={5: 1.0}) == []
         assert measured(llm) != []
@@ -98,13 +95,13 @@ def test_tokens_that_no_graph_chooses_are_not_timed_without_their_choice(checkpo
 
 def test_requests_that_never_decode_together_are_not_timed(checkpoint, measured):
     """The first ends before the last, whose prompt waits for room in a step, has begun."""
-    with graphed(checkpoint, graph_safe.backend, max_num_batched_tokens=16) as llm:
+    with graphed(checkpoint, graph_safe.backend, max_lag=0, max_num_batched_tokens=16) as llm:
         assert measured(llm, prompts_of([16] * 4), output_len=20) != []
         assert measured(llm, prompts_of([16] * 4), output_len=2) == []
 
 
 def test_a_request_that_fails_is_told_and_none_stays(checkpoint, measured, monkeypatch):
-    with graphed(checkpoint, graph_safe.backend) as llm:
+    with graphed(checkpoint, graph_safe.backend, max_lag=0) as llm:
         monkeypatch.setattr(llm._runner.graphs.decodes, "tokens", lambda packed: 1 / 0)
         with pytest.raises(CheckFailed, match="ZeroDivisionError"):
             measured(llm)

@@ -39,8 +39,8 @@ def decode_device_ms(
     Raises:
         CheckFailed: a request ended before its length.
     """
-    graphs = llm.parts.runner.graphs
-    if graphs is None:
+    runner = llm.parts.runner
+    if runner.graphs is None:
         return []
     params = SamplingParams(
         max_tokens=output_len, ignore_eos=True, **{"temperature": 0.0, **sampling}
@@ -50,8 +50,10 @@ def decode_device_ms(
         for request_id, prompt in zip(ids, prompts, strict=True):
             llm.add_request(request_id, prompt, params)
         _answer(llm, ids, output_len // 2)
-        launch = graphs.decodes.again(len(prompts))
-        return [] if launch is None else _samples(llm, launch)
+        step = runner.last_in_graph
+        if step is None or len(step.rows) < len(prompts):
+            return []
+        return _samples(llm, runner.graphs.decodes.again(step))
     finally:
         for request_id in ids:
             llm.abort(request_id)

@@ -80,7 +80,6 @@ class DecodeGraphs:
         self._preparing: dict[int, Graph] = {}
         self._to_logits: dict[int, Graph] = {}
         self._to_tokens: dict[int, Graph] = {}
-        self._chosen = NO_DECODES  # the last step, if it ended with tokens
 
     def jobs(self) -> list[GraphJob]:
         """Return what captures the graphs, largest first."""
@@ -120,26 +119,19 @@ class DecodeGraphs:
         in the tables already.
         """
         self._run(packed, self._to_tokens)
-        self._chosen = packed
         n = len(packed.rows)
         return self._tokens[:n], self._logits[:n]
 
-    def again(self, num_seqs: int) -> Callable[[], None] | None:
-        """Return what launches the last step of these graphs again and nothing else, to be timed.
+    def again(self, packed: PackedDecodes) -> Callable[[], None]:
+        """Return what launches a step again and nothing else, to be timed.
 
         Each launch starts from what the step loaded and planned, and writes keys, values and tokens
-        in place of that step's; so nobody may want more of those requests. It is good until the
-        next step.
+        in place of that step's; so nobody may want more of those requests.
 
         Args:
-            num_seqs: decodes that the step must have had.
-
-        Returns:
-            None: it had others, or did not end with tokens.
+            packed: the last step of all, which `tokens` has run.
         """
-        if len(self._chosen.rows) != num_seqs:
-            return None
-        size = self._size(num_seqs)
+        size = self._size(len(packed.rows))
         graphs = [of[size] for of in (self._preparing, self._to_tokens) if size in of]
 
         def launch() -> None:
@@ -156,7 +148,6 @@ class DecodeGraphs:
             overwrites.
         """
         self._run(packed, self._to_logits)
-        self._chosen = NO_DECODES
         n = len(packed.rows)
         return self._logits[:n], self._inputs.rows[:n], self._inputs.positions[:n]
 

@@ -65,6 +65,7 @@ class ModelRunner:
     Attributes:
         graphs: launch steps that they hold; None: every step is launched op by op.
         counts: steps so far, by whether a graph launched them: "graph" and "eager".
+        last_in_graph: the last step, if all of it was a graph, its choice of tokens too; else None.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class ModelRunner:
         self._stream = ops.stream
         self.graphs: StepGraphs | None = None
         self.counts: Counter[str] = Counter()
+        self.last_in_graph: PackedDecodes | None = None
         num_rows = tables.spare_row
         self._prompt_logit_rows = min(max(PROMPT_LOGIT_ROWS, num_rows), MAX_PROMPT_LOGIT_ROWS)
         self._step_ops = step_ops
@@ -138,6 +140,7 @@ class ModelRunner:
         self, packed: PackedStep, resets: Sequence[RowState], extras: StepExtras
     ) -> DeviceResult:
         """Compute one step."""
+        self.last_in_graph = None
         # The tables first: if this step fails later on, the next one must not find the blocks of
         # those who had the rows before.
         batch, rows = self._tables.prepare_step(packed)
@@ -173,8 +176,10 @@ class ModelRunner:
         assert self.graphs is not None, "whoever submits has asked for them"
         self.counts["graph"] += 1
         graphs = self.graphs.decodes
+        self.last_in_graph = None
         if graphs.chooses(packed.rows) and not extras.processed:
             tokens, logits = graphs.tokens(packed)
+            self.last_in_graph = packed
             # On CUDA the copy to the host comes before the next step, which overwrites them; here
             # another thread reads them, perhaps later.
             tokens = tokens if self._worker is None else tokens.clone()
