@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+from dataclasses import replace
 from itertools import groupby
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +16,16 @@ from support.engines import greedy, prompts_of, save_shape, tokens_of
 from support.graphed import bounds_of, capture_for, graphed, roomy
 from support.tape import Tape
 from tvr import LLM
-from tvr.contract import DeviceFacts
+from tvr.backends.torch_ref import plugin
+from tvr.cli.stats import print_stats
+from tvr.contract import BackendInfo, DeviceFacts
 from tvr.core.engine_config import EngineConfig
 from tvr.core.host_memory import GIB
 from tvr.core.largest_steps import DRIVER_PIECE_BYTES, LargestSteps, measured_pool_bytes
 from tvr.core.memory import DeviceMemory, cuda_budget
 from tvr.core.profile import WARM_UP_DECODES, warm_up
 from tvr.errors import KernelError
+from tvr.hookspecs import hookimpl
 
 MIB = 1 << 20
 
@@ -252,8 +257,8 @@ def as_on_a_gpu(checkpoint, monkeypatch):
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: gpu.peak)
         monkeypatch.setattr(DeviceMemory, "of", gpu.memory)
         sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "dtype": "float32"}
-        plugins = [graph_safe.backend()]
-        return LLM(checkpoint, backend="graph_safe", plugins=plugins, **{**sizes, **settings})
+        served = {"backend": "graph_safe", "plugins": [graph_safe.backend()]}
+        return LLM(checkpoint, **{**sizes, **served, **settings})
 
     return load
 
@@ -286,6 +291,43 @@ def test_nothing_is_measured_that_is_not_wanted(as_on_a_gpu, settings, reasons, 
     with as_on_a_gpu(gpu, **settings) as llm:
         assert llm.parts.eager_reasons == reasons
         assert gpu.num_graphs == num_graphs
+
+
+def fused_alone(flags):
+    """Return a package's backend that has only `fused_linear`, and declares `flags` for it."""
+    boxes = [replace(b, flags=frozenset(flags)) for b in graph_safe.INFO.ops["fused_linear"]]
+    info = BackendInfo(name="fastprod", abi=(1, 0), ops={"fused_linear": boxes})
+    return SimpleNamespace(
+        tvr_backend_info=hookimpl(lambda: info), tvr_bind_fused_linear=plugin.tvr_bind_fused_linear
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings", "server"),
+    [
+        ((), {}, "graph_safe"),
+        (("cuda_graph",), {}, "fastprod"),
+        ((), {"enforce_eager": True}, "fastprod"),
+    ],
+)
+def test_a_fused_product_never_costs_decodes_their_graphs(
+    as_on_a_gpu, capsys, flags, settings, server
+):
+    """It saves a few launches a layer; a graph saves all of them."""
+    gpu = FakeDevice(total=4 * GIB, weights=0, peak=0, first_graph=MIB, graph=MIB)
+    plugins = [fused_alone(flags), graph_safe.backend()]
+    with as_on_a_gpu(gpu, backend="auto", plugins=plugins, **settings) as llm:
+        assert llm.parts.ops.served()["fused_linear"] == [server]
+        (output,) = llm.generate(prompts_of([5]), greedy(4))
+        assert (llm.stats()["num_eager_steps"] == 0) is (settings == {})
+        print_stats(llm, output, 1)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().err.splitlines()]
+    told = [line for line in lines if line.startswith("op fused_linear")]
+    assert told[0] == f"op fused_linear {server}"
+    assert told[1:] == [
+        "op fused_linear not fastprod: it is not declared cuda_graph and its parts are, so with it "
+        "steps could not be CUDA graphs"
+    ] * (server == "graph_safe")
 
 
 def test_blocks_get_what_graphs_will_leave(as_on_a_gpu):

@@ -44,6 +44,10 @@ def print_stats(llm: LLM, output: RequestOutput, most_blocks: int) -> None:
     lines.append(("steps", f"{graphs} as CUDA graphs, {eager} op by op{why}"))
     served = llm.parts.ops.served()
     lines += [(f"op {op}", ", ".join(names)) for op, names in sorted(served.items())]
+    lines += [
+        (f"op {passed.op}", f"not {passed.backend}: {'; '.join(passed.reasons)}")
+        for passed in llm.parts.ops.left_out
+    ]
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         print(f"{name:<{width}}  {value}", file=sys.stderr)

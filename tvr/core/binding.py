@@ -13,6 +13,13 @@ from tvr.core.plugins import BackendManager
 from tvr.core.streams import on_stream
 from tvr.errors import BackendUnavailable, PluginError, UnsupportedSpec
 
+#: Composites that a model takes whole or not at all, to save launches: less than a graph saves.
+_OPTIONAL = frozenset({"fused_linear"})
+
+_UNCAPTURED = (
+    "it is not declared cuda_graph and its parts are, so with it steps could not be CUDA graphs"
+)
+
 
 class PassedOver(NamedTuple):
     """A backend that might have served an op, and why it does not."""
@@ -53,16 +60,25 @@ class Binder:
     Args:
         strict: ask only the best-ranked backend.
         first: name of a backend to rank before all others, or None.
+        graphs: whether steps may be CUDA graphs. A backend whose `fused_linear` cannot be captured
+            is then passed over where its parts can: it would cost all decodes their graphs.
 
     Attributes:
         stream: the stream of the best-ranked backend that can launch on its own only, or None.
+        left_out: what was passed over for that.
 
     Raises:
         BackendUnavailable: `first` cannot be used; the message says why.
     """
 
     def __init__(
-        self, manager: BackendManager, device: DeviceFacts, *, strict: bool, first: str | None
+        self,
+        manager: BackendManager,
+        device: DeviceFacts,
+        *,
+        strict: bool,
+        first: str | None,
+        graphs: bool = False,
     ) -> None:
         if first is not None:
             manager.require(first)
@@ -70,6 +86,8 @@ class Binder:
         self._device = device
         self._strict = strict
         self._first = first
+        self._graphs = graphs
+        self.left_out: dict[tuple[str, OpSpec], PassedOver] = {}
         self._pins = manager.config.pins
         self._ranked = manager.ranked(first)
         self._answers: dict[tuple[str, OpSpec], BoundOp | Refusal] = {}
@@ -160,12 +178,24 @@ class Binder:
             answer = self._ask(backend, spec)
             if isinstance(answer, BoundOp):
                 flags = declared_flags(backend.info, spec, self._device)
-                return Binding(spec, answer, backend.name, flags, self._passed_over(spec))
+                if "cuda_graph" in flags or not self._are_captured(spec, parts):
+                    return Binding(spec, answer, backend.name, flags, self._passed_over(spec))
+                passed = PassedOver(spec.op, backend.name, [_UNCAPTURED])
+                self.left_out[backend.name, spec] = passed
             for part in parts:
                 if isinstance(self._ask(backend, part), BoundOp):
                     why = f"{backend.name}, which ranks higher, serves {part.op}"
                     return self._composed(spec, parts, why)
         raise self._unsupported(spec)
+
+    def _are_captured(self, spec: OpSpec, parts: tuple[OpSpec, ...]) -> bool:
+        """Return whether graphs can have the parts of an optional composite in its place."""
+        if not self._graphs or spec.op not in _OPTIONAL or not parts:
+            return False
+        try:
+            return all("cuda_graph" in self.settle(part).flags for part in parts)
+        except UnsupportedSpec:
+            return False
 
     def _rank(self, binding: Binding) -> int:
         """Return the place of the best-ranked backend that has a share in `binding`."""
@@ -252,6 +282,8 @@ class Binder:
         answer = self._answers.get((backend.name, spec))
         if isinstance(answer, Refusal):
             return answer.reasons
+        if (backend.name, spec) in self.left_out:
+            return [_UNCAPTURED]
         reasons = backend.why_not_used()
         if not reasons and spec in self._why_composed:
             reasons = why_not(backend.info, spec, self._device) or [self._why_composed[spec]]

@@ -28,12 +28,19 @@ class Graph(Protocol):
 Capture = Callable[[Callable[[], object]], Graph]
 
 
-def obstacles(config: EngineConfig, ops: OpTable) -> list[str]:
-    """Return why steps cannot be captured; empty: they can."""
+def unwanted(config: EngineConfig) -> list[str]:
+    """Return why steps are not to be captured, whoever serves them; empty: they are."""
     if config.enforce_eager:
         return ["enforce_eager is set"]
     if config.shadow is not None:
         return ["a shadow repeats every op"]
+    return []
+
+
+def obstacles(config: EngineConfig, ops: OpTable) -> list[str]:
+    """Return why steps cannot be captured; empty: they can."""
+    if reasons := unwanted(config):
+        return reasons
     lacking = ops.lacking("cuda_graph")
     # The first is in no step of decodes only, the second behind it. Of the others one is enough,
     # and where it is argmax, torch chooses tokens that are not greedy behind a graph that ends with

@@ -17,7 +17,7 @@ from tvr.core.chunk_graphs import padded
 from tvr.core.config import ModelConfig
 from tvr.core.engine_config import EngineConfig
 from tvr.core.garbage import frozen_objects
-from tvr.core.graph_capture import CudaCapture, obstacles, partial_obstacles
+from tvr.core.graph_capture import CudaCapture, obstacles, partial_obstacles, unwanted
 from tvr.core.hub import resolve_model
 from tvr.core.kv_cache import KVCache
 from tvr.core.largest_steps import measured_pool_bytes
@@ -134,7 +134,12 @@ def load_backends(
     if config.strict:
         manager.refuse_broken()
     table = OpTable(
-        manager, device, strict=config.strict, backend=config.backend, watcher=config.shadow
+        manager,
+        device,
+        strict=config.strict,
+        backend=config.backend,
+        watcher=config.shadow,
+        graphs=device.type == "cuda" and not unwanted(config),
     )
     return manager, table
 

@@ -56,6 +56,7 @@ class OpTable:
         strict: refuse an op that the best-ranked backend does not serve.
         backend: name of a backend to ask before all others; None or "auto": as configured.
         watcher: sees every call of an op that was bound by `bind_at`.
+        graphs: whether steps may be CUDA graphs (see `Binder`).
 
     Attributes:
         backend: that name, or None.
@@ -74,11 +75,12 @@ class OpTable:
         strict: bool = False,
         backend: str | None = None,
         watcher: Watcher | None = None,
+        graphs: bool = False,
     ) -> None:
         if device != manager.device:
             raise ConfigError(f"the backends were probed for {manager.device}, not for {device}")
         self.backend = None if backend == "auto" else backend
-        self._binder = Binder(manager, device, strict=strict, first=self.backend)
+        self._binder = Binder(manager, device, strict=strict, first=self.backend, graphs=graphs)
         self._watcher = watcher
         if watcher is not None:
             watcher.begin(manager, device)
@@ -168,11 +170,13 @@ class OpTable:
         A backend that serves all parts of a composed op is not listed for it. Those whose
         `backend` is `self.backend` are what a user who named it wants to hear.
         """
-        unique: dict[tuple[str, str, str], PassedOver] = {}
-        for binding in self._bindings.values():
-            for passed in binding.passed_over:
-                unique[passed.op, passed.backend, str(passed.reasons)] = passed
-        return list(unique.values())
+        bound = [passed for b in self._bindings.values() for passed in b.passed_over]
+        return _unique([*bound, *self.left_out])
+
+    @property
+    def left_out(self) -> list[PassedOver]:
+        """Who serves an op that was done without, so that steps can be CUDA graphs."""
+        return _unique(self._binder.left_out.values())
 
     def served(self) -> dict[str, list[str]]:
         """Return op -> the backends that serve it; a composed op has "a + b", one per part."""
@@ -245,6 +249,10 @@ class OpTable:
         for part in binding.parts:
             self._take(part)
         self._bindings.setdefault(binding.spec, binding)
+
+
+def _unique(passed_over: Iterable[PassedOver]) -> list[PassedOver]:
+    return list({(p.op, p.backend, str(p.reasons)): p for p in passed_over}.values())
 
 
 def _ask(binding: Binding, name: str, argument: object) -> Any:  # noqa: ANN401
