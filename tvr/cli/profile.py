@@ -48,9 +48,10 @@ def profile(
 ) -> int:
     """Write a Chrome trace of some steps, for ui.perfetto.dev, and print where the time goes.
 
-    On a GPU that has how long it was idle: in all, and while steps of decodes only ran, which
-    says what serving is like once prompts are read. The profiler costs the host time and so makes
-    the device idle for longer; `tvr bench latency` says how idle it is without one.
+    On a GPU it also prints the share of the time in which the device was idle: of all steps, and
+    of those of decodes only, from the first kernel of such steps in a row to the last. A profiler
+    costs the host time, and so the device is idle for longer; `tvr bench latency` says how idle
+    it is without one.
     """
     for name, value in (
         ("--steps", steps),
