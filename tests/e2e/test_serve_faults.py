@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from support.servers import MODEL, Running, events_of, serving, wait_until
+from support.serve_process import Process
+from support.servers import MODEL, events_of, serving, wait_until
 from tvr import demo
 from tvr.core.runner import ModelRunner
 from tvr.core.scheduler import Scheduler
@@ -185,42 +181,6 @@ def test_a_client_whose_body_has_not_come_by_then_is_told_too():
             running.server.stop()
             assert sock.recv(65536).startswith(b"HTTP/1.1 503")
         running.thread.join(10)
-
-
-class Process:
-    """`tvr serve` as a process of its own."""
-
-    def __init__(self, *options: str, code: str = "import tvr.cli; tvr.cli.main()") -> None:
-        command = [sys.executable, "-c", code, "serve", "--port", "0", "--device", "cpu", *options]
-        self.lines: list[str] = []
-        self.popen = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-        self.reader = threading.Thread(target=self._read)
-        self.reader.start()
-
-    def _read(self) -> None:
-        assert self.popen.stderr is not None
-        self.lines.extend(iter(self.popen.stderr.readline, ""))
-
-    def running(self) -> Running:
-        wait_until(lambda: self.lines or self.popen.poll() is not None, 60)
-        (line,) = self.lines
-        url = re.fullmatch(r"tvr: (\S+) is served at (http://127\.0\.0\.1:\d+)\n", line).group(2)
-        return Running(llm=None, server=None, service=None, url=url, thread=self.reader)
-
-    def end(self) -> int:
-        code = self.popen.wait(30)
-        self.reader.join(10)
-        self.popen.stderr.close()
-        return code
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.popen.kill()
-        self.end()
 
 
 def test_a_signal_lets_the_process_finish_and_end_in_peace():

@@ -242,12 +242,12 @@ def test_a_client_that_leaves_while_its_text_is_encoded_reaches_no_engine(
 def test_long_texts_to_tokenize_keep_no_answer_waiting(running, monkeypatch):
     go_on = threading.Event()
 
-    def slow(request):
+    def slow(body):
         go_on.wait(30)
-        return {}
+        return b"{}"
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(8) as pool:
-        patch.setattr(running.service.texts, "tokenize", slow)
+        patch.setattr(running.service.reader, "tokenize", slow)
         replies = [pool.submit(running.post, "/tokenize", {"prompt": "x"}) for _ in range(8)]
         try:
             wait_until(lambda: running.service._bodies.held == 8 * len(b'{"prompt": "x"}'))

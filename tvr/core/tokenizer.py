@@ -34,6 +34,7 @@ class Tokenizer:
         Raises:
             CheckpointError: a BOS token is asked for and none is named.
         """
+        self._files = files
         backend = self._backend = files.backend
         _mark_special(backend, [*files.special_tokens.values(), *files.extra_special_tokens])
         added = backend.get_added_tokens_decoder()
@@ -77,6 +78,10 @@ class Tokenizer:
             CheckpointError: no tokenizer.json, or a file that cannot be used.
         """
         return cls(TokenizerFiles.read(Path(path)))
+
+    def __reduce__(self) -> tuple[type[Tokenizer], tuple[TokenizerFiles]]:
+        """Let another process have one that is put together there."""
+        return Tokenizer, (self._files,)
 
     @property
     def has_chat_template(self) -> bool:

@@ -17,6 +17,7 @@ from tvr.core.step_result import NO_TOKEN
 from tvr.serve.deltas import Delivery, Delta, complete
 from tvr.serve.errors import ApiError, bad_request
 from tvr.serve.job import Job
+from tvr.serve.json_answer import JsonAnswer
 from tvr.serve.requests import StreamOptions
 from tvr.serve.shapes import Shape
 from tvr.serve.usage import Usage
@@ -110,7 +111,7 @@ def _assembled(shape: Shape, deliveries: list[Delivery]) -> Response:
     head = _encode({**shape.whole_head, "usage": usage.counts}).removesuffix("}")
     # One by one: the encoder keeps Python's lock for as long as a call takes.
     body = f'{head},"choices":[{",".join(map(_encode, choices))}]}}'
-    return Response(body, media_type="application/json")
+    return JsonAnswer(body.encode())
 
 
 class EventStream(Response):

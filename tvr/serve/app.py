@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from tvr import __version__
 from tvr.errors import RequestError
-from tvr.serve.errors import ApiError, bad_request, json_response
+from tvr.serve.errors import ApiError, bad_request, check_model, json_response
 from tvr.serve.openapi import answers, json_body, openapi_of
 from tvr.serve.page import load_page
 from tvr.serve.service import Service
@@ -86,7 +86,7 @@ def _add_rest(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models/{name:path}", responses=answers("Model", body=False, missing=True))
     async def model(name: str) -> Response:
         """Return one of them."""
-        service.check_model(name)
+        check_model(name, service.settings.model_names)
         (found,) = (m for m in service.models() if m["id"] == name)
         return json_response(found)
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 from starlette.responses import Response
 
 from tvr.errors import TvrError
-
-#: Items of a list that are encoded at a time.
-_PIECE = 10_000
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -47,6 +45,11 @@ class ApiError(TvrError):
         self.code = code
         self.headers = dict(headers or {})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let it come from another process."""
+        more = partial(ApiError, param=self.param, code=self.code, headers=self.headers)
+        return more, (self.status, str(self))
+
     @property
     def body(self) -> dict[str, Any]:
         """The error object."""
@@ -71,25 +74,24 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
     return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
 
 
-def long_json_response(content: Mapping[str, Any]) -> Response:
-    """Return an object with lists of any length as JSON; other threads can run meanwhile.
+def check_model(name: str, served: tuple[str, ...]) -> None:
+    """Raise a 404 if a request asks for a model that is not `served`."""
+    if name not in served:
+        raise ApiError(
+            HTTPStatus.NOT_FOUND,
+            f"there is no model {name!r}; this server has {', '.join(served)}",
+            param="model",
+            code="model_not_found",
+        )
 
-    The encoder keeps Python's lock for as long as a call takes.
-    """
-    fields = []
-    for name, value in content.items():
-        if isinstance(value, list):
-            starts = range(0, len(value), _PIECE)
-            pieces = [_encode(value[start : start + _PIECE])[1:-1] for start in starts]
-            text = f"[{','.join(pieces)}]"
-        else:
-            text = _encode(value)
-        fields.append(f"{_encode(name)}:{text}")
-    return Response("{" + ",".join(fields) + "}", media_type="application/json")
+
+def encode_json(content: object) -> bytes:
+    """Return `content` as JSON; escapes keep it ASCII, whatever a client has sent."""
+    return _encode(content).encode()
 
 
 def json_response(
     content: object, status: int = HTTPStatus.OK, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """Return `content` as JSON; escapes keep it ASCII, whatever a client has sent."""
-    return Response(_encode(content), status, headers, media_type="application/json")
+    """Return `content` as a response of JSON."""
+    return Response(encode_json(content), status, headers, media_type="application/json")

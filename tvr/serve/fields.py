@@ -32,7 +32,6 @@ _TEXTS = {"type": "array", "items": _WORD, "maxItems": _MOST_WORDS}
 
 
 def _is_ids(value: object) -> bool:
-    # A loop, which lets other threads run.
     return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
 from http import HTTPStatus
@@ -30,6 +31,10 @@ _LARGEST_PORT = 65535
 
 #: Connections that may wait to be accepted, as uvicorn has it.
 _MOST_PENDING = 2048
+
+#: Seconds that a thread may run while others wait for Python's lock. The event loop waits for it
+#: after each of its calls to the system, behind all other threads; Python's 5 ms add up.
+_SWITCH_S = 0.0005
 
 #: Seconds that the engine's thread may take for its last step.
 _LAST_STEP_S = 30.0
@@ -93,7 +98,12 @@ class Server:
                 f"{url_of(self._sock)} has been taken meanwhile: {error}; choose another --port, "
                 "or 0 for a free one"
             ) from error
-        asyncio.run(self._serve(on_ready))
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
+        try:
+            asyncio.run(self._serve(on_ready))
+        finally:
+            sys.setswitchinterval(interval)
 
     def stop(self) -> None:
         """Take no more requests and end when those there are have ended, or their time is over.

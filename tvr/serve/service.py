@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -15,33 +15,31 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from tvr.core.llm import LLM
-from tvr.core.sampling_params import SamplingParams
+from tvr.core.tokenizer import Tokenizer
+from tvr.errors import ConfigError
 from tvr.serve.admission import Admission
 from tvr.serve.answer import ClientLeft, EventStream, while_there, whole
-from tvr.serve.body import BodyReader, parse
+from tvr.serve.apart import Apart
+from tvr.serve.body import BodyReader
 from tvr.serve.deltas import Delivery
 from tvr.serve.engine_thread import EngineThread
-from tvr.serve.errors import ApiError, long_json_response
+from tvr.serve.errors import ApiError
 from tvr.serve.job import Job
+from tvr.serve.json_answer import JsonAnswer
 from tvr.serve.metrics import Metrics
-from tvr.serve.requests import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Fields,
-    GenerationFields,
-    StreamOptions,
-    TokenizeRequest,
-)
+from tvr.serve.reading import Asked, Reader
+from tvr.serve.requests import StreamOptions
 from tvr.serve.settings import ServeSettings
 from tvr.serve.shapes import ChatShape, CompletionShape, Shape
 from tvr.serve.texts import Texts
 
-_F = TypeVar("_F", bound=Fields)
 _T = TypeVar("_T")
 
 #: Threads for `/tokenize` and `/detokenize`.
 _NUM_CONVERTERS = 2
+
+#: Bytes of a body that is read in this process: none of that takes over some milliseconds.
+_MOST_HERE = 1 << 14
 
 #: What a request has become: what its answer looks like, and what streams have besides.
 Prepared = tuple[Shape, StreamOptions]
@@ -55,6 +53,8 @@ class Service:
         settings: of the server.
 
     Attributes:
+        tokenizer, max_model_len: of the model.
+        reader: reads clients' bodies.
         engine: the engine's thread.
         admission: counts unfinished sequences.
         jobs: the clients' requests that are being served.
@@ -66,7 +66,13 @@ class Service:
 
     def __init__(self, llm: LLM, settings: ServeSettings) -> None:
         self.settings = settings
-        self.texts = Texts(llm)
+        if llm.tokenizer is None:
+            raise ConfigError("tvr serve needs a tokenizer, and the checkpoint has none")
+        self.tokenizer: Tokenizer = llm.tokenizer
+        self.max_model_len = llm.limits.max_model_len
+        vocab_size = llm.parts.model_config.vocab_size
+        texts = Texts(self.tokenizer, self.max_model_len, vocab_size)
+        self.reader = Reader(texts, settings.model_names)
         self.metrics = Metrics(llm, settings.model_names[0])
         self.admission = Admission(llm.limits.max_num_seqs + settings.max_waiting)
         self.jobs: set[Job] = set()
@@ -74,8 +80,11 @@ class Service:
         self.engine = EngineThread(llm, self.metrics, self._deliver, self._engine_failed)
         self._bodies = BodyReader(settings.max_body_bytes)
         self._pool = ThreadPoolExecutor(settings.text_threads, thread_name_prefix="tvr-text")
-        # Long texts take seconds, and those who want answers should not wait for them.
+        # Texts may take seconds, and those who want answers should not wait for them.
         self._converters = ThreadPoolExecutor(_NUM_CONVERTERS, thread_name_prefix="tvr-convert")
+        reader = pickle.dumps(self.reader)
+        self._apart = Apart(reader, "tvr-long-text")
+        self._converter_apart = Apart(reader, "tvr-long-convert")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._created = int(time.time())
 
@@ -93,23 +102,25 @@ class Service:
         """End all threads; return whether the engine's has ended in time."""
         for pool in (self._pool, self._converters):
             pool.shutdown(wait=False, cancel_futures=True)
+        for apart in (self._apart, self._converter_apart):
+            apart.close()
         return self.engine.stop(timeout_s)
 
     async def completions(self, http: Request) -> Response:
         """Answer `POST /v1/completions`."""
-        return await self._generate(http, self._prepare_completion)
+        return await self._generate(http, "completions", self._completion_shape)
 
     async def chat(self, http: Request) -> Response:
         """Answer `POST /v1/chat/completions`."""
-        return await self._generate(http, self._prepare_chat)
+        return await self._generate(http, "chat", self._chat_shape)
 
     async def tokenize(self, http: Request) -> Response:
         """Answer `POST /tokenize`."""
-        return await self._convert(http, TokenizeRequest, self.texts.tokenize)
+        return await self._convert(http, "tokenize")
 
     async def detokenize(self, http: Request) -> Response:
         """Answer `POST /detokenize`."""
-        return await self._convert(http, DetokenizeRequest, self.texts.detokenize)
+        return await self._convert(http, "detokenize")
 
     def models(self) -> list[dict[str, Any]]:
         """Return the names that requests may ask for, as `GET /v1/models` has them."""
@@ -119,25 +130,16 @@ class Service:
                 "object": "model",
                 "created": self._created,
                 "owned_by": "tvr",
-                "max_model_len": self.texts.max_model_len,
-                "has_chat_template": self.texts.tokenizer.has_chat_template,
+                "max_model_len": self.max_model_len,
+                "has_chat_template": self.tokenizer.has_chat_template,
             }
             for name in self.settings.model_names
         ]
 
-    def check_model(self, name: str | None) -> None:
-        """Raise a 404 if a request asks for another model."""
-        if name is not None and name not in self.settings.model_names:
-            served = ", ".join(self.settings.model_names)
-            raise ApiError(
-                HTTPStatus.NOT_FOUND,
-                f"there is no model {name!r}; this server has {served}",
-                param="model",
-                code="model_not_found",
-            )
-
-    async def _generate(self, http: Request, prepare: Callable[[bytes, Job], Prepared]) -> Response:
-        """Serve one of the two endpoints that generate."""
+    async def _generate(
+        self, http: Request, kind: str, shape_of: Callable[[Asked, Job], Shape]
+    ) -> Response:
+        """Serve one of the two endpoints that generate; `kind` is its method of the reader."""
         self._check_alive()
         job = Job(
             uuid.uuid4().hex, time.monotonic(), self.admission, self.engine.abort, self.jobs.discard
@@ -146,7 +148,13 @@ class Service:
         streams = False
         try:
             async with self._bodies.body_of(http) as body:
-                work = self._in_pool(partial(prepare, body, job))
+                asked: Asked | None = None
+                if len(body) > _MOST_HERE:
+                    there = asyncio.wrap_future(self._apart.submit(kind, body))
+                    asked = await while_there(http.receive, there)
+                work = self._in_pool(
+                    lambda: self._submit(asked or getattr(self.reader, kind)(body), job, shape_of)
+                )
                 shape, options = await while_there(http.receive, work)
             if job.streams:
                 streams = True  # the stream closes the job
@@ -158,21 +166,19 @@ class Service:
             if not streams:
                 job.close()
 
-    async def _convert(
-        self, http: Request, kind: type[_F], convert: Callable[[_F], dict[str, Any]]
-    ) -> Response:
-        """Serve a route that needs no engine."""
-
-        def converted(body: bytes) -> Response:
-            request = kind.of(parse(body))
-            self.check_model(getattr(request, "model", None))
-            return long_json_response(convert(request))
-
+    async def _convert(self, http: Request, kind: str) -> Response:
+        """Serve a route that needs no engine; `kind` is its method of the reader."""
         assert self._loop is not None, "started"
+        work: asyncio.Future[bytes]
         try:
             async with self._bodies.body_of(http) as body:
-                work = self._loop.run_in_executor(self._converters, converted, body)
-                return await while_there(http.receive, work)
+                if len(body) > _MOST_HERE:
+                    work = asyncio.wrap_future(self._converter_apart.submit(kind, body))
+                else:
+                    convert = getattr(self.reader, kind)
+                    work = self._loop.run_in_executor(self._converters, convert, body)
+                answer = await while_there(http.receive, work)
+                return JsonAnswer(answer)
         except (ClientLeft, ClientDisconnect):
             return Response(status_code=HTTPStatus.BAD_REQUEST)  # to nobody
 
@@ -181,51 +187,32 @@ class Service:
         assert self._loop is not None, "started"
         return self._loop.run_in_executor(self._pool, work)
 
-    def _prepare_completion(self, body: bytes, job: Job) -> Prepared:
-        request = CompletionRequest.of(parse(body))
-        self.check_model(request.model)
-        params = request.params()
-        job.claim(len(request.prompt), params.n)
-        prompts = self.texts.prompts_of(request)
-        echoes = [self.texts.text_of(p) for p in request.prompt] if request.echo else None
-        job_id = f"cmpl-{job.job_id}"
-        shape = CompletionShape(
-            job_id,
-            request.model,
-            self.texts.tokenizer,
-            echoes=echoes,
-            logprobs=request.logprobs is not None,
+    def _completion_shape(self, asked: Asked, job: Job) -> Shape:
+        return CompletionShape(
+            f"cmpl-{job.job_id}",
+            asked.model,
+            self.tokenizer,
+            echoes=asked.echoes,
+            logprobs=asked.params.logprobs is not None,
         )
-        job.echoes = bool(request.echo)
-        self._submit(job, request, prompts, params)
-        return shape, request.usage
 
-    def _prepare_chat(self, body: bytes, job: Job) -> Prepared:
-        request = ChatRequest.of(parse(body))
-        self.check_model(request.model)
-        params = request.params()
-        job.claim(1, params.n)
-        token_ids = self.texts.conversation_of(request)
-        num_top = (request.top_logprobs or 0) if request.logprobs else None
+    def _chat_shape(self, asked: Asked, job: Job) -> Shape:
         job_id = f"chatcmpl-{job.job_id}"
-        shape = ChatShape(job_id, request.model, self.texts.tokenizer, num_top)
-        self._submit(job, request, [token_ids], params)
-        return shape, request.usage
+        return ChatShape(job_id, asked.model, self.tokenizer, asked.params.logprobs)
 
-    def _submit(
-        self,
-        job: Job,
-        request: GenerationFields,
-        prompts: list[list[int]],
-        params: SamplingParams,
-    ) -> None:
-        job.streams = bool(request.stream)
+    def _submit(self, asked: Asked, job: Job, shape_of: Callable[[Asked, Job], Shape]) -> Prepared:
+        params = asked.params
+        job.claim(len(asked.prompts), params.n)
+        shape = shape_of(asked, job)
+        job.streams = asked.streams
+        job.echoes = asked.echoes is not None
         job.has_logprobs = params.logprobs is not None
         job.may_forbid = bool(params.allowed_token_ids or params.bad_words or params.min_tokens)
-        for index, token_ids in enumerate(prompts):
+        for index, prompt in enumerate(asked.prompts):
             if job.closed:
-                return
-            self.engine.submit(job, index, token_ids, params, request.cache_salt)
+                break
+            self.engine.submit(job, index, prompt.tolist(), params, asked.cache_salt)
+        return shape, asked.options
 
     def _check_alive(self) -> None:
         if not self.engine.is_alive:

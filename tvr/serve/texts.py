@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tvr.core.llm import LLM
+from tvr.core.prompt import prompt_token_ids
 from tvr.core.tokenizer import Tokenizer
-from tvr.errors import ConfigError, RequestError
+from tvr.errors import RequestError
 from tvr.serve.errors import bad_request
 from tvr.serve.messages import text_length
 from tvr.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -16,21 +16,18 @@ _RESERVED = frozenset({"messages", "add_generation_prompt", "tools", "self"})
 
 
 class Texts:
-    """One model's tokenizer and context.
+    """One model's tokenizer and context. Can be pickled.
 
     Args:
-        llm: the engine.
-
-    Raises:
-        ConfigError: it has no tokenizer.
+        tokenizer: the model's.
+        max_model_len: its context, in tokens.
+        vocab_size: of the model; more than the tokenizer's perhaps.
     """
 
-    def __init__(self, llm: LLM) -> None:
-        if llm.tokenizer is None:
-            raise ConfigError("tvr serve needs a tokenizer, and the checkpoint has none")
-        self.tokenizer: Tokenizer = llm.tokenizer
-        self.max_model_len = llm.limits.max_model_len
-        self._vocab_size = llm.parts.model_config.vocab_size
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self._vocab_size = vocab_size
         # A text that is longer than so many of the longest token need not be encoded, which would
         # take seconds for some megabytes.
         self._most_chars = self.tokenizer.longest_token * self.max_model_len
@@ -48,6 +45,7 @@ class Texts:
         ]
         for token_ids in found:
             self._check_room(token_ids)
+            prompt_token_ids(token_ids, None, self._vocab_size)
         return found
 
     def conversation_of(self, request: ChatRequest) -> list[int]:
