@@ -133,19 +133,22 @@ def _run(code):
     assert done.returncode == 0, done.stderr
 
 
-DISTANCES = """
+QUOTIENTS = """
 import numpy as np
 import torch
 import triton
 import triton.language as tl
-from tvr.backends.triton.sample_rows import distance_upto, quotient, inverse_of
+from tvr.backends.triton.sample_rows import (
+    FUSES, distance_upto, inverse_of, quotient, usual_quotient,
+)
 
 @triton.jit
-def kernel(gaps, heats, distances, quotients, SIZE: tl.constexpr):
+def kernel(gaps, heats, distances, quotients, usual, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     gap, heat = tl.load(gaps + at), tl.load(heats + at)
     tl.store(distances + at, distance_upto(gap, heat))
     tl.store(quotients + at, quotient(gap, inverse_of(heat)))
+    tl.store(usual + at, usual_quotient(gap, heat, inverse_of(heat).to(tl.float32)))
 
 SIZE = 1 << 16
 g = torch.Generator().manual_seed(5)
@@ -154,16 +157,19 @@ gap = torch.exp(120 * torch.rand(SIZE, generator=g) - 110)
 heat[::3] = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.8, 1.5])[torch.arange(len(heat[::3])) % 6]
 gap[::5] = (torch.rand(len(gap[::5]), generator=g) * 64).bfloat16().float()
 gap[:2] = torch.tensor([0.0, 2.0**-149])
-found, quotients = torch.empty(SIZE), torch.empty(SIZE)
-kernel[(1,)](gap, heat, found, quotients, SIZE)
+found, quotients, usual = (torch.empty(SIZE) for _ in range(3))
+kernel[(1,)](gap, heat, found, quotients, usual, SIZE)
 assert torch.equal(quotients, gap / heat)
+in_range = gap > 2.0**-100
+assert in_range.sum() > SIZE // 4
+assert not FUSES.value or torch.equal(usual[in_range], (gap / heat)[in_range])
 assert ((found / heat) <= gap).all()
 assert (torch.nextafter(found, torch.full_like(found, torch.inf)) / heat > gap).all()
 """
 
 
-def test_distances_up_to_a_gap_end_where_quotients_round_to_the_next():
-    _run(DISTANCES)
+def test_quotients_round_as_divisions_do_and_distances_end_where_they_turn():
+    _run(QUOTIENTS)
 
 
 def test_rows_are_cut_so_that_programs_come_in_full_waves():

@@ -33,6 +33,7 @@ BLOCKS: dict[str, frozenset[str]] = {
     "prepare_step": frozenset({"COLUMNS"}),
     "sample_best": frozenset({"BLOCK"}),
     "sample_race": frozenset({"BLOCK"}),
+    "sample_before": frozenset({"WIDE"}),
     "sample_choice": frozenset({"WIDE"}),
     "top_logprobs": frozenset({"SEGMENTS", "SEGMENT"}),
 }

@@ -75,31 +75,35 @@ def bind_sample(spec: SampleSpec, gpu: Gpu) -> BoundOp:
     best_config = tuned(
         "sample_best", gpu.sm, Config(num_warps=4, blocks={"BLOCK": 2048}), dtype=spec.dtype
     )
-    tile_config = tuned("sample_race", gpu.sm, Config(num_warps=8, blocks={"BLOCK": 1024}))
-    # A search goes through a row alone, so its programs are large.
+    race_config = tuned("sample_race", gpu.sm, Config(num_warps=4, blocks={"BLOCK": 1024}))
+    before_config = tuned("sample_before", gpu.sm, Config(num_warps=8, blocks={"WIDE": 2}))
+    search_config = Config(num_warps=8)
+    # A search to the last token goes through a row alone, so its programs are large.
     choice_config = tuned("sample_choice", gpu.sm, Config(num_warps=16, blocks={"WIDE": 2}))
-    block = tile_config.blocks["BLOCK"]
+    block = race_config.blocks["BLOCK"]
     tiles = triton.cdiv(vocab, block)
     chunks = triton.cdiv(tiles, _TILES_OF_CHUNK)
+    before_tiles = triton.cdiv(tiles, before_config.blocks["WIDE"])
     best_tiles = triton.cdiv(vocab, best_config.blocks["BLOCK"])
     keys = {"KEYS": triton.next_power_of_2(best_tiles)}
     by_tile = {**keys, "TILES": triton.next_power_of_2(tiles)}
-    by_chunk = {**by_tile, "CHUNKS": triton.next_power_of_2(chunks), "MARKS": MARKS}
+    by_chunk = {**by_tile, "BLOCK": block, "CHUNKS": triton.next_power_of_2(chunks), "MARKS": MARKS}
     after = {**by_chunk, "ROUNDS": _ROUNDS}
     # Products are rounded before they are added to, as in the reference.
     best = Kernel(gpu, best_kernel, best_config, **keys).unfused()
-    race = Kernel(gpu, race_kernel, tile_config, max_registers=64, **by_tile).unfused()
-    before = Kernel(gpu, before_kernel, tile_config, **by_tile).unfused()
+    race = Kernel(gpu, race_kernel, race_config, max_registers=64, **by_tile).unfused()
+    before = Kernel(gpu, before_kernel, before_config, BLOCK=block, **by_tile).unfused()
     pick = Kernel(gpu, pick_kernel, Config(num_warps=2), **by_tile).unfused()
     narrow = [
-        Kernel(gpu, narrow_kernel, tile_config, ROUND=i, **by_chunk).unfused()
+        Kernel(gpu, narrow_kernel, search_config, max_registers=128, ROUND=i, **by_chunk).unfused()
         for i in range(_ROUNDS)
     ]
-    redraw = Kernel(gpu, redraw_kernel, tile_config, max_registers=64, **after).unfused()
-    choice = Kernel(gpu, choice_kernel, choice_config, BLOCK=block, **after).unfused()
+    redraw = Kernel(gpu, redraw_kernel, search_config, max_registers=64, **after).unfused()
+    choice = Kernel(gpu, choice_kernel, choice_config, **after).unfused()
     rooms: dict[str, Tensor] = {}
-    programs = programs_at_a_time(gpu, tile_config)
-    best_programs = programs_at_a_time(gpu, best_config)
+    configs = best_config, race_config, before_config, search_config
+    programs = [programs_at_a_time(gpu, config) for config in configs]
+    best_programs, race_programs, before_programs, search_programs = programs
     row_room = Room(rows=1, keys=keys["KEYS"], tiles=tiles, chunks=chunks)
 
     def run(
@@ -114,14 +118,15 @@ def bind_sample(spec: SampleSpec, gpu: Gpu) -> BoundOp:
         """out [R] int64: the token of each row of logits [R, vocab]; -1: none is finite."""
         n = len(logits)
         best_parts, best_tiles_of_part = shared(n, best_tiles, best_programs)
-        parts, tiles_of_part = shared(n, tiles, programs)
+        race_parts, tiles_of_race = shared(n, tiles, race_programs)
+        parts, tiles_of_part = shared(n, before_tiles, before_programs)
         penalties = (tables.repetition, tables.presence, tables.frequency, tables.counts)
         strides = (logits.stride(0), tables.counts.stride(0), vocab)
         heat = (tables.temperature, tables.max_gap)
         filters = (tables.top_k, tables.top_p)
         drawing = (logits, rows, output_positions, *heat)
         x = rooms
-        sums_before = (x["counts_before"], x["masses_before"])
+        sums_before = (x["counts_before"], x["masses_before"], x["masses"])
         to_search = (x["limits"], x["searched"], x["num_searched"])
         sums_upto = (x["counts_upto"], x["masses_upto"])
         in_chunks = (n * chunks * MARKS.value, chunks)
@@ -131,25 +136,23 @@ def bind_sample(spec: SampleSpec, gpu: Gpu) -> BoundOp:
             *(*strides, best_tiles_of_part),
         )
         race(
-            (n, parts),
-            *(*drawing, tables.top_p, tables.seeds, *penalties),
-            *(x["partials"], x["winners"], x["masses"]),
-            *(*strides, tiles, best_parts, tiles_of_part),
+            (n, race_parts),
+            *(*drawing, tables.seeds, *penalties, x["partials"], x["winners"]),
+            *(*strides, tiles, best_parts, tiles_of_race),
         )
         before(
             (n, parts),
             *(*drawing, *filters, tables.seeds, *penalties),
             *(x["partials"], x["winners"], *sums_before),
-            *(*strides, tiles, best_parts, tiles_of_part),
+            *(*strides, tiles, best_parts, race_parts, tiles_of_part),
         )
         pick(
             (n,),
             *(*drawing, *filters, tables.seeds, *penalties),
-            *(x["partials"], x["winners"], x["masses"], *sums_before),
-            *(x["drawn_places"], *to_search),
-            *(*strides, tiles, best_parts, parts),
+            *(x["partials"], x["winners"], *sums_before, x["drawn_places"], *to_search),
+            *(*strides, tiles, best_parts, race_parts, parts),
         )
-        searchers = (min(n * chunks, programs),)
+        searchers = (min(n * chunks, search_programs),)
         for round_of_marks in narrow:
             round_of_marks(
                 searchers,

@@ -11,9 +11,7 @@ The tokens that are kept are the first ones in order of gaps. A bracket is a tup
 import triton
 import triton.language as tl
 
-from tvr.backends.triton.sample_rows import gap_at
-
-INF = tl.constexpr(float("inf"))
+from tvr.backends.triton.sample_rows import INF, gap_at
 
 #: Gaps at which the tokens up to there are counted and weighed, in a round.
 MARKS = tl.constexpr(16)

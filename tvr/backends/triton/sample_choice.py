@@ -9,13 +9,13 @@ from tvr.backends.triton.device import let_next_start, wait_for_inputs
 from tvr.backends.triton.sample_bracket import UNSURE, bracket_of, total_of
 from tvr.backends.triton.sample_exact import last_of_best, mass_until
 from tvr.backends.triton.sample_kernels import CLOSE, best_of, winner_in
-from tvr.backends.triton.sample_race import INF, LAST, winner_of
-from tvr.backends.triton.sample_rows import gap_at, id_at, logit_in, row_of, weights_of
+from tvr.backends.triton.sample_race import LAST, winner_of
+from tvr.backends.triton.sample_rows import INF, gap_at, id_at, logit_in, row_of, weights_of
 
 _MOST_COUNTED = tl.constexpr(2 * (2**14 - 1))  # what int16 holds, the prompt's bit left out
 
 
-@triton.jit(do_not_specialize=["best_parts", "parts"])
+@triton.jit(do_not_specialize=["best_parts", "race_parts", "parts"])
 def pick_kernel(
     logits,
     rows,
@@ -31,9 +31,9 @@ def pick_kernel(
     counts,
     partials,
     winners,
-    masses,
     counts_before,
     masses_before,
+    masses,
     drawn_places,
     limits,
     searched,
@@ -43,6 +43,7 @@ def pick_kernel(
     vocab,
     tiles,
     best_parts,
+    race_parts,
     parts,
     KEYS: tl.constexpr,
     TILES: tl.constexpr,
@@ -67,7 +68,7 @@ def pick_kernel(
         facts = row_of(i, row, best, logits, temperature, max_gap, *penalties, *strides)
         k, p = tl.load(top_k + row), tl.load(top_p + row)
         seed, position = tl.load(seeds + row), tl.load(positions + i)
-        drawn = winner_in(facts, winners + i * tiles, parts, seed, position, TILES)
+        drawn = winner_in(facts, winners + i * tiles, race_parts, seed, position, TILES)
         tl.store(drawn_places + i, drawn)
         has_k, has_p = k < vocab, p < 1.0
         if has_k | has_p:
@@ -166,9 +167,9 @@ def choice_kernel(
                     while searching:
                         if drawn > limit:
                             drawn = winner_of(
-                                *(facts, limit, seed, position, 0, wide_tiles, False),
+                                *(facts, limit, seed, position, 0, wide_tiles),
                                 *(WIDE * BLOCK, TILES, True, CLOSE),
-                            )[0]
+                            )
                         limit = drawn - 1
                         searching = False
                         if p < 1.0:

@@ -4,8 +4,8 @@
 import triton
 import triton.language as tl
 
-from tvr.backends.triton.sample_race import INF, LAST
-from tvr.backends.triton.sample_rows import gaps_in, place_of
+from tvr.backends.triton.sample_race import LAST
+from tvr.backends.triton.sample_rows import INF, gaps_in, place_of
 
 
 @triton.jit

@@ -11,13 +11,17 @@ import triton.language as tl
 
 from tvr.backends.triton.argmax import key_of
 from tvr.backends.triton.device import let_next_start, wait_for_inputs
-from tvr.backends.triton.sample_race import INF, LAST, NO_KEY, drawn_of, winner_of
+from tvr.backends.triton.sample_race import LAST, NO_KEY, drawn_of, winner_of
 from tvr.backends.triton.sample_rows import (
-    adjusted_logits,
-    distances_in,
+    INF,
+    adjusted,
+    distances_of,
     exponent_of,
+    farthest_of,
     id_at,
     is_within,
+    loaded,
+    loaded_in,
     logit_in,
     penalties_of,
     reach_of,
@@ -51,9 +55,11 @@ def best_key(logits, counts, begin, end, vocab, penalties, BLOCK: tl.constexpr):
     # As in argmax: a NaN stays for good, and a row of nothing above -inf gets id 0.
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_tile = tl.zeros([BLOCK], tl.int32)
+    next_x, next_counted = loaded(logits, counts, begin + column, begin + column < vocab, penalties)
     for tile in range(begin, end, BLOCK):
-        index = tile + column
-        x = adjusted_logits(logits, counts, index, index < vocab, penalties)
+        x = adjusted(next_x, next_counted, penalties)
+        ahead = tile + BLOCK + column
+        next_x, next_counted = loaded(logits, counts, ahead, ahead < end, penalties)
         best_tile = tl.where(x > best, tile, best_tile)
         best = tl.maximum(best, x, propagate_nan=tl.PropagateNan.ALL)
     return tl.max(key_of(best, best_tile + column), axis=0)
@@ -92,7 +98,7 @@ def best_kernel(
         tl.store(num_searched, 0)
     row = tl.load(rows + i)
     penalties = penalties_of(row, repetition, presence, frequency)
-    repeat, _, present, frequent = penalties
+    repeat, _, present, frequent, _ = penalties
     logits += i * logits_stride
     counts += row * counts_stride
     if (repeat != 1.0) | (present != 0.0) | (frequent != 0.0):
@@ -100,7 +106,7 @@ def best_kernel(
         HALF: tl.constexpr = BLOCK // 2
         key = best_key(logits, counts, begin, end, vocab, penalties, HALF)
     else:
-        key = best_key(logits, counts, begin, end, vocab, (1.0, 1.0, 0.0, 0.0), BLOCK)
+        key = best_key(logits, counts, begin, end, vocab, (1.0, 1.0, 0.0, 0.0, False), BLOCK)
     tl.store(partials + i * KEYS + part, key)
 
 
@@ -111,7 +117,6 @@ def race_kernel(
     positions,
     temperature,
     max_gap,
-    top_p,
     seeds,
     repetition,
     presence,
@@ -119,7 +124,6 @@ def race_kernel(
     counts,
     partials,
     winners,
-    masses,
     logits_stride,
     counts_stride,
     vocab,
@@ -133,8 +137,8 @@ def race_kernel(
 ):
     """A program takes a part, some tiles of BLOCK tokens, of a row that is not greedy.
 
-    It writes, to [R, tiles], the token that would be drawn if the part were all, int32, -1 for
-    none; and the sum of weights, fp32, where top_p asks for it.
+    It writes, to winners [R, tiles] int32, the token that would be drawn if the part were all, -1
+    for none.
     """
     i = tl.cast(tl.program_id(0), tl.int64)
     part = tl.program_id(1)
@@ -149,28 +153,16 @@ def race_kernel(
             penalties = (repetition, presence, frequency, counts)
             strides = (logits_stride, counts_stride, vocab)
             facts = row_of(i, row, best, logits, temperature, max_gap, *penalties, *strides)
-            has_nucleus = tl.load(top_p + row) < 1.0
             seed = tl.load(seeds + row)
             position = tl.load(positions + i)
-            drawn, mass = winner_of(
-                facts,
-                LAST,
-                seed,
-                position,
-                first,
-                num_tiles,
-                has_nucleus,
-                BLOCK,
-                TILES,
-                False,
-                CLOSE,
+            drawn = winner_of(
+                facts, LAST, seed, position, first, num_tiles, BLOCK, TILES, False, CLOSE
             )
             token = tl.where(drawn == LAST, -1, id_at(drawn))
             tl.store(winners + i * tiles + part, token)
-            tl.store(masses + i * tiles + part, mass)
 
 
-@triton.jit(do_not_specialize=["best_parts", "tiles_of_part"])
+@triton.jit(do_not_specialize=["best_parts", "race_parts", "tiles_of_part"])
 def before_kernel(
     logits,
     rows,
@@ -188,27 +180,31 @@ def before_kernel(
     winners,
     counts_before,
     masses_before,
+    masses,
     logits_stride,
     counts_stride,
     vocab,
     tiles,
     best_parts,
+    race_parts,
     tiles_of_part,
     BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
     TILES: tl.constexpr,
+    WIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program takes a part of a row that has a top_k or a top_p; parts are those of the race.
+    """A program takes a part of a row that has a top_k or a top_p: some tiles, each WIDE others.
 
     It writes, to [R, tiles], how many tokens come before the one that was drawn, int32, and their
-    weights' sum, fp32.
+    weights' sum, and that of all, fp32.
     """
     i = tl.cast(tl.program_id(0), tl.int64)
     part = tl.program_id(1)
     first = part * tiles_of_part
-    num_tiles = tl.minimum(tiles_of_part, tiles - first)
-    column = tl.arange(0, BLOCK)
+    num_tiles = tl.minimum(tiles_of_part, tl.cdiv(tiles, WIDE) - first)
+    SPAN: tl.constexpr = WIDE * BLOCK
+    column = tl.arange(0, SPAN)
     wait_for_inputs(PDL)
     let_next_start(PDL)
     row = tl.load(rows + i)
@@ -219,21 +215,28 @@ def before_kernel(
             penalties = (repetition, presence, frequency, counts)
             strides = (logits_stride, counts_stride, vocab)
             facts = row_of(i, row, best, logits, temperature, max_gap, *penalties, *strides)
-            source, heat, _ = facts
+            source, heat, most = facts
             seed = tl.load(seeds + row)
             position = tl.load(positions + i)
-            parts = tl.num_programs(1)
-            drawn = winner_in(facts, winners + i * tiles, parts, seed, position, TILES)
+            drawn = winner_in(facts, winners + i * tiles, race_parts, seed, position, TILES)
             reach = reach_of(drawn - 1, heat)
+            farthest = farthest_of(most, heat)
             factor = exponent_of(heat)
-            count = tl.zeros([BLOCK], tl.int32)
-            mass = tl.zeros([BLOCK], tl.float32)
+            count = tl.zeros([SPAN], tl.int32)
+            mass_before = tl.zeros([SPAN], tl.float32)
+            mass = tl.zeros([SPAN], tl.float32)
+            next_x, next_counted = loaded_in(source, first * SPAN + column)
             for tile in range(first, first + num_tiles):
-                index = tile * BLOCK + column
-                distance = distances_in(source, index)
+                index = tile * SPAN + column
+                distance = distances_of(source, next_x, next_counted)
+                next_x, next_counted = loaded_in(source, index + SPAN)
                 is_before = is_within(distance, index, reach)
-                mass += tl.where(is_before, tl.exp2(distance * -factor), 0.0)
+                weight = tl.exp2(distance * -factor)
+                mass_before += tl.where(is_before, weight, 0.0)
+                mass += tl.where(distance <= farthest, weight, 0.0)
                 if has_k:
                     count += is_before.to(tl.int32)
-            tl.store(counts_before + i * tiles + part, tl.sum(count, axis=0))
-            tl.store(masses_before + i * tiles + part, tl.sum(mass, axis=0))
+            at = i * tiles + part
+            tl.store(counts_before + at, tl.sum(count, axis=0))
+            tl.store(masses_before + at, tl.sum(mass_before, axis=0))
+            tl.store(masses + at, tl.sum(mass, axis=0))

@@ -18,18 +18,20 @@ from tvr.backends.triton.sample_random import (
     words_of_tile,
 )
 from tvr.backends.triton.sample_rows import (
-    distance_upto,
+    INF,
     distances_in,
+    distances_of,
     exponent_of,
+    farthest_of,
     gaps_in,
     is_within,
+    loaded_in,
     place_of,
     reach_of,
 )
 
 NO_KEY = tl.constexpr(-(2**63))  # below any number's
 LAST = tl.constexpr(2**62)  # behind any place
-INF = tl.constexpr(float("inf"))
 
 _ALL_BITS = tl.constexpr(0xFFFFFFFF)
 _WORDS = tl.constexpr(2.0**32)
@@ -72,18 +74,16 @@ def winner_of(
     position,
     first_tile,
     num_tiles,
-    has_mass,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
     LIMITED: tl.constexpr,
     CLOSE: tl.constexpr,
 ):
-    """Return the place of the token that is drawn from some tiles, and their sum of weights, fp32.
+    """Return the place of the token that is drawn from some tiles.
 
     Args:
         limit: the last place that is looked at; LAST unless LIMITED.
         first_tile, num_tiles: of BLOCK tokens each; TILES, a power of two, or fewer.
-        has_mass: whether the sum is wanted; it is 0 otherwise.
         CLOSE: by which factor of two times the earlier one is known, for what rounding does.
 
     The place is LAST where no token of the tiles may be drawn.
@@ -91,32 +91,30 @@ def winner_of(
     source, heat, max_gap = row
     column = tl.arange(0, BLOCK)
     factor = exponent_of(heat)
-    has_min_p = max_gap < INF
     if LIMITED:
         reach = reach_of(limit, heat)
     else:
-        farthest = distance_upto(tl.where(has_min_p, max_gap, 0.0), heat)
+        farthest = farthest_of(max_gap, heat)
     # Bounds, as integers, which order as they do: in the lowest bits is the tile.
     TILE_BITS: tl.constexpr = TILES - 1
     first = tl.full([BLOCK], _TOO_LATE, tl.int32)
     second = tl.full([BLOCK], _TOO_LATE, tl.int32)
-    mass = tl.zeros([BLOCK], tl.float32)
+    next_x, next_counted = loaded_in(source, first_tile * BLOCK + column)
     for tile in range(num_tiles):
         begin = (first_tile + tile) * BLOCK
         index = begin + column
-        distance = distances_in(source, index)
+        distance = distances_of(source, next_x, next_counted)
+        next_x, next_counted = loaded_in(source, index + BLOCK)
         if LIMITED:
             distance = tl.where(is_within(distance, index, reach), distance, INF)
-        elif has_min_p:
+        elif max_gap < INF:
             distance = tl.where(distance <= farthest, distance, INF)
-        power = distance * factor
+        power = tl.minimum(distance * factor, _LARGEST_POWER)
         v = (words_of_tile(seed, position, begin, BLOCK) ^ _ALL_BITS).to(tl.float32) + 0.5
-        bound = v * tl.exp2(tl.minimum(power, _LARGEST_POWER))
+        bound = v * tl.exp2(power)
         key = (bound.to(tl.int32, bitcast=True) & ~TILE_BITS) | tile
         second = tl.minimum(second, tl.maximum(first, key))
         first = tl.minimum(first, key)
-        if has_mass:
-            mass += tl.exp2(-power)
     drawn = tl.cast(LAST, tl.int64)
     earliest = tl.min(first, axis=0)
     if earliest < _TOO_LATE:
@@ -141,4 +139,4 @@ def winner_of(
                     drawn = place
         else:
             drawn = place_of(gaps_in(row, token), token)
-    return drawn, tl.sum(mass, axis=0)
+    return drawn

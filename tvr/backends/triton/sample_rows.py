@@ -4,10 +4,23 @@
 import triton
 import triton.language as tl
 
+from tvr.backends.triton.launch import is_interpreted
+
+INF = tl.constexpr(float("inf"))
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _ID_BITS = tl.constexpr(24)  # of a place: ids of the largest vocabularies take 18
 _ID_MASK = tl.constexpr(2**24 - 1)
 _LARGEST_INT32 = tl.constexpr(2**31 - 1)
+
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+
+#: Whether `tl.fma` rounds once. The interpreter before 3.9 rounds its product, too.
+FUSES = tl.constexpr(not is_interpreted() or _VERSION >= (3, 9))
+
+# Between these `usual_quotient` is right: remainders of it are no less than 2^-149.
+_SMALL = tl.constexpr(2.0**-24)
+_LARGE = tl.constexpr(2.0**24)
 
 
 @triton.jit
@@ -27,19 +40,55 @@ def quotient(x, inverse):
 
 
 @triton.jit
-def adjusted_logits(logits, counts, index, inside, penalties):
-    """Return logits [index] fp32 after the row's penalties, and -inf outside.
+def usual_quotient(x, divisor, inverse):
+    """Return what `quotient` does, where no intermediate result can be out of fp32's range.
+
+    inverse: 1 / divisor, rounded to fp32. The quotient is corrected twice by what its product with
+    the divisor leaves of x; a GPU has that by one instruction, and changes of type take it longer.
+
+    Source: Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor",
+    1990: with the inverse rounded right, a correction of a quotient that is off by less than its
+    last place gives the quotient rounded right.
+    """
+    negative = -divisor  # of a tensor a minus is an instruction of its own
+    q = x * inverse
+    q = tl.fma(tl.fma(q, negative, x), inverse, q)
+    return tl.fma(tl.fma(q, negative, x), inverse, q)
+
+
+@triton.jit
+def loaded(logits, counts, index, inside, penalties):
+    """Return logits [index], -inf outside, and, where they matter, counts [index] int16.
+
+    What is loaded a tile ahead of its use costs a program no time; see `adjusted` for the rest.
+    """
+    repetition, _, presence, frequency, _ = penalties
+    x = tl.load(logits + index, mask=inside, other=float("-inf"))
+    seen = tl.zeros_like(index).to(tl.int16)
+    if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
+        seen = tl.load(counts + index, mask=inside, other=0)
+    return x, seen
+
+
+@triton.jit
+def adjusted(x, counted, penalties):
+    """Return logits `x` fp32 after the row's penalties, their tokens being `counted`, int16.
 
     counts [vocab] int16: twice how often the output has a token, and 1 more if the prompt has it.
-    penalties: repetition, its inverse, presence, frequency. Products are rounded before they are
-    subtracted, as everywhere else: kernels that call this must be `unfused`.
+    penalties: repetition, its inverse, presence, frequency, and whether `usual_quotient` serves.
+    Products are rounded before they are subtracted, as everywhere else: kernels that call this must
+    be `unfused`.
     """
-    repetition, inverse, presence, frequency = penalties
-    x = tl.load(logits + index, mask=inside, other=float("-inf")).to(tl.float32)
+    repetition, inverse, presence, frequency, is_usual = penalties
+    x = x.to(tl.float32)
     if (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0):
-        seen = tl.load(counts + index, mask=inside, other=0).to(tl.int32)
+        seen = counted.to(tl.int32)
         if repetition != 1.0:
-            repeated = tl.where(x > 0, quotient(x, inverse), x * repetition)
+            if is_usual:
+                divided = usual_quotient(x, repetition, inverse.to(tl.float32))
+            else:
+                divided = quotient(x, inverse)
+            repeated = tl.where(x > 0, divided, x * repetition)
             x = tl.where(seen != 0, repeated, x)
         if frequency != 0.0:
             x = x - frequency * (seen >> 1).to(tl.float32)
@@ -50,20 +99,49 @@ def adjusted_logits(logits, counts, index, inside, penalties):
 
 @triton.jit
 def penalties_of(row, repetition, presence, frequency):
-    """Return the penalties of a row of the tables, as `adjusted_logits` takes them."""
+    """Return the penalties of a row of the tables, as `adjusted` takes them of any logits."""
     repeat = tl.load(repetition + row)
-    return repeat, inverse_of(repeat), tl.load(presence + row), tl.load(frequency + row)
+    return repeat, inverse_of(repeat), tl.load(presence + row), tl.load(frequency + row), False
+
+
+@triton.jit
+def penalties_below(best, row, repetition, presence, frequency):
+    """Return the penalties of a row for the distances of its logits from the best.
+
+    A logit so small that its remainders are out of range has no part in its distance from a best
+    one that is not.
+    """
+    repeat, inverse, present, frequent, _ = penalties_of(row, repetition, presence, frequency)
+    is_usual = False
+    if FUSES:
+        size, more = tl.abs(best), tl.maximum(tl.abs(present), tl.abs(frequent))
+        is_usual = (size > _SMALL) & (repeat > _SMALL)
+        is_usual = is_usual & (tl.maximum(size, more) < _LARGE) & (repeat < _LARGE)
+    return repeat, inverse, present, frequent, is_usual
+
+
+@triton.jit
+def loaded_in(source, index):
+    """Return what `distances_of` makes distances of, loaded from a source.
+
+    A source is a tuple of logits, counts, the vocabulary's size, the best logit, and penalties.
+    """
+    logits, counts, vocab, _, penalties = source
+    return loaded(logits, counts, index, (index >= 0) & (index < vocab), penalties)
+
+
+@triton.jit
+def distances_of(source, x, counted):
+    """Return how far loaded logits are below the best, fp32; infinity outside."""
+    _, _, _, best, penalties = source
+    return best - adjusted(x, counted, penalties)
 
 
 @triton.jit
 def distances_in(source, index):
-    """Return how far logits [index] are below the best, fp32; infinity outside.
-
-    A source is a tuple of logits, counts, the vocabulary's size, the best logit, and penalties.
-    """
-    logits, counts, vocab, best, penalties = source
-    inside = (index >= 0) & (index < vocab)
-    return best - adjusted_logits(logits, counts, index, inside, penalties)
+    """Return how far logits [index] are below the best, fp32; infinity outside."""
+    x, counted = loaded_in(source, index)
+    return distances_of(source, x, counted)
 
 
 @triton.jit
@@ -83,7 +161,7 @@ def row_of(
     vocab,
 ):
     """Return row `i` of the logits and `row` of the tables: a source, temperature, largest gap."""
-    penalties = penalties_of(row, repetition, presence, frequency)
+    penalties = penalties_below(best, row, repetition, presence, frequency)
     source = (logits + i * logits_stride, counts + row * counts_stride, vocab, best, penalties)
     return source, tl.load(temperature + row), tl.load(max_gap + row)
 
@@ -96,7 +174,7 @@ def gaps_in(row, index):
     """
     source, heat, max_gap = row
     gap = quotient(distances_in(source, index), inverse_of(heat))
-    return tl.where(gap > max_gap, float("inf"), gap)
+    return tl.where(gap > max_gap, INF, gap)
 
 
 @triton.jit
@@ -115,6 +193,13 @@ def distance_upto(gap, heat):
     fits = (found.to(tl.float64) < turn) | ((found.to(tl.float64) == turn) & is_even)
     found = found.to(tl.int32, bitcast=True)
     return tl.where(fits, found, found - 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def farthest_of(max_gap, heat):
+    """Return the largest distance that min_p lets in; all, if max_gap is infinite."""
+    has_min_p = max_gap < INF
+    return tl.where(has_min_p, distance_upto(tl.where(has_min_p, max_gap, 0.0), heat), INF)
 
 
 @triton.jit

@@ -14,10 +14,11 @@ from tvr.backends.triton.sample_kernels import CLOSE, best_of
 from tvr.backends.triton.sample_race import LAST, winner_of
 from tvr.backends.triton.sample_rows import (
     distance_upto,
-    distances_in,
+    distances_of,
     exponent_of,
     id_at,
     last_at,
+    loaded_in,
     logit_in,
     row_of,
 )
@@ -64,9 +65,10 @@ def narrow_kernel(
     Of each they write, to [rounds, R, chunks, MARKS], how many tokens have gaps up to each mark,
     int32, and their weights' sum, fp32.
     """
-    # A tile's lanes are there for each mark: a thread would not have registers for whole ones.
-    SOME: tl.constexpr = BLOCK // 2
-    column = tl.arange(0, SOME)
+    # A thread has registers for the sums of all marks of a column; to add those of threads up as
+    # they come would take longer than to count.
+    COLUMNS: tl.constexpr = BLOCK // 4
+    column = tl.arange(0, 4)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     slot = tl.arange(0, MARKS)
     wait_for_inputs(PDL)
     let_next_start(PDL)
@@ -87,18 +89,20 @@ def narrow_kernel(
         bracket = bracket_of(tl.load(limits + i), total, k, p, vocab, *sums, ROUND, CHUNKS)
         marks = distance_upto(marks_in(bracket, (k < vocab) & (p < 1.0)), heat)
         factor = exponent_of(heat)
-        count = tl.zeros([MARKS], tl.int32)
-        mass = tl.zeros([MARKS], tl.float32)
+        count = tl.zeros([MARKS, COLUMNS], tl.int32)
+        mass = tl.zeros([MARKS, COLUMNS], tl.float32)
         begin = chunk * tiles_of_chunk * BLOCK
-        for first in range(begin, tl.minimum(begin + tiles_of_chunk * BLOCK, vocab), SOME):
-            distance = distances_in(source, first + column)
+        next_x, next_counted = loaded_in(source, begin + column)
+        for first in range(begin, tl.minimum(begin + tiles_of_chunk * BLOCK, vocab), BLOCK):
+            distance = distances_of(source, next_x, next_counted)
+            next_x, next_counted = loaded_in(source, first + BLOCK + column)
             weight = tl.exp2(distance * -factor)
-            is_upto = distance[None, :] <= marks[:, None]
+            is_upto = distance[None, :, :] <= marks[:, None, None]
             count += tl.sum(is_upto.to(tl.int32), axis=1)
-            mass += tl.sum(tl.where(is_upto, weight[None, :], 0.0), axis=1)
+            mass += tl.sum(tl.where(is_upto, weight[None, :, :], 0.0), axis=1)
         at = ROUND * round_stride + upto + chunk * MARKS + slot
-        tl.store(counts_upto + at, count)
-        tl.store(masses_upto + at, mass)
+        tl.store(counts_upto + at, tl.sum(count, axis=1))
+        tl.store(masses_upto + at, tl.sum(mass, axis=1))
 
 
 @triton.jit(do_not_specialize=["best_parts", "parts", "round_stride"])
@@ -166,8 +170,6 @@ def redraw_kernel(
         limit = tl.minimum(limit, last_at(high))
         first = chunk * tiles_of_chunk
         num_tiles = tl.minimum(tiles_of_chunk, tiles - first)
-        drawn, _ = winner_of(
-            facts, limit, seed, position, first, num_tiles, False, BLOCK, TILES, True, CLOSE
-        )
+        drawn = winner_of(facts, limit, seed, position, first, num_tiles, BLOCK, TILES, True, CLOSE)
         token = tl.where(drawn == LAST, -1, id_at(drawn))
         tl.store(winners + i * tiles + chunk, token)
