@@ -75,7 +75,7 @@ def bind_sample(spec: SampleSpec, gpu: Gpu) -> BoundOp:
     best_config = tuned(
         "sample_best", gpu.sm, Config(num_warps=4, blocks={"BLOCK": 2048}), dtype=spec.dtype
     )
-    race_config = tuned("sample_race", gpu.sm, Config(num_warps=4, blocks={"BLOCK": 1024}))
+    race_config = tuned("sample_race", gpu.sm, Config(num_warps=8, blocks={"BLOCK": 1024}))
     before_config = tuned("sample_before", gpu.sm, Config(num_warps=8, blocks={"WIDE": 2}))
     search_config = Config(num_warps=8)
     # A search to the last token goes through a row alone, so its programs are large.
