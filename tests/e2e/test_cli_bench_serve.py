@@ -39,7 +39,7 @@ def test_known_timings_come_back(bench):
     # The server is never early; how late this machine makes it is not known.
     for name, least in {"ttft": 150, "tpot": 50, "itl": 50, "e2el": 500}.items():
         assert least - 10 < row[f"median_{name}_ms"] < least * 1.3 + 20, name
-    assert 0.5 <= row["duration"] < 1.5
+    assert 0.5 <= row["duration"] < 2.5  # one after the other it would be 3
     assert row["output_throughput"] == pytest.approx(48 / row["duration"])
     assert row["total_token_throughput"] == pytest.approx(78 / row["duration"])
     assert row["request_throughput"] == pytest.approx(6 / row["duration"])
@@ -129,13 +129,13 @@ def test_equal_seeds_ask_the_same_at_the_same_times(bench):
 
 
 def test_an_open_loop_does_not_wait_for_answers(bench):
-    server = FakeServer(first_s=0.4)
+    server = FakeServer(first_s=1.0)
     with running(server):
         done, row = bench(server, "--request-rate", "30")
     assert server.most_at_once == 6
     assert "Request rate configured (RPS):           30.00" in done.stdout
     starts = row["start_times"]
-    assert starts[-1] - starts[0] < 0.3
+    assert starts[-1] - starts[0] < 1.0
 
 
 def test_failed_requests_are_counted_with_their_reasons(bench):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
 from tvr.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from tvr.serve.admission import Admission
 from tvr.serve.answer import EventStream, whole
 from tvr.serve.deltas import Follower, Progress
+from tvr.serve.errors import ApiError
 from tvr.serve.job import Job
 from tvr.serve.requests import StreamOptions
 
@@ -136,6 +139,30 @@ def test_what_came_before_an_error_is_sent_before_it():
     found = [(c["choices"][0]["text"], c["choices"][0]["finish_reason"]) for c in chunks]
     assert found == [("ab", None), ("x", None)]
     assert aborted == ["x-0", "x-1"]
+
+
+def test_what_is_complete_is_taken_although_the_job_has_failed_since():
+    """The time to drain ended between an answer's last token and its client's turn."""
+
+    async def run(num_prompts):
+        job = Job("x", 0.0, Admission(8), lambda request_id: None, lambda job: None)
+        job.streams = True
+        job.claim(num_prompts, 1)
+        for prompt in range(num_prompts):
+            job.submitted(f"x-{prompt}")
+        output = output_of(1)
+        output.outputs[0].append(5, "all of it")
+        output.outputs[0].finish_reason, output.finished = "stop", True
+        job.put(Follower(job, 0, [Progress()]).delivery(output))
+        job.fail(ApiError(503, "over"))
+        (taken,) = await job.take()
+        assert taken.deltas[0].text == "all of it"
+        if not job.is_over:
+            await job.take()
+
+    asyncio.run(run(1))
+    with pytest.raises(ApiError, match="over"):
+        asyncio.run(run(2))
 
 
 def test_a_job_that_is_closed_counts_no_more_whatever_comes_later():

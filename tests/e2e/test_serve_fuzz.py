@@ -38,6 +38,6 @@ def test_no_request_is_answered_other_than_the_servers_own_document_says(tmp_pat
         wait_until(running.is_idle)
         metrics = running.service.metrics.render().decode()
     assert done.returncode == 0, done.stdout
-    assert "9 selected / 9 total" in done.stdout
+    assert "10 selected / 10 total" in done.stdout
     (answered,) = re.findall(r"^tvr:e2e_request_latency_seconds_count\{.*\} (.*)$", metrics, re.M)
     assert float(answered) > 100, "requests that are served, too"

@@ -52,6 +52,15 @@ TRICKS = [
 ]
 
 
+def test_health_is_open_and_has_no_body_where_none_is_asked_for(running):
+    """Balancers of load ask by HEAD, and got 405."""
+    whole, head = running.get("/health"), running.ask("HEAD", "/health")
+    assert whole.status == head.status == 200
+    assert whole.json == {"status": "ok"}
+    assert head.body == b""
+    assert head.headers["content-length"] == whole.headers["content-length"]
+
+
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_every_route_but_health_asks_for_a_key(running, method, path):
     for headers in ({}, {"Authorization": "Bearer wrong"}):

@@ -206,7 +206,7 @@ def test_a_client_that_leaves_the_queue_is_never_run(running, begin):
     wait_until(lambda: running.llm.stats()["num_waiting"] == 2)
     for sock in waiting:
         sock.close()
-    wait_until(lambda: running.llm.stats()["num_waiting"] == 0, 1)
+    wait_until(lambda: running.llm.stats()["num_waiting"] == 0, 5)
     assert running.llm.stats()["num_running"] == ROWS
     for sock in running_ones:
         sock.close()

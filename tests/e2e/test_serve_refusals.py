@@ -205,9 +205,20 @@ def test_json_by_any_spelling_is_taken(running, kind):
     assert running.post(COMPLETIONS, BODY, headers={"Content-Type": kind}).status == 200
 
 
+@pytest.mark.parametrize("bias", [100.5, -101, 1e300])
+def test_a_bias_beyond_openais_limit_is_refused_and_not_cut(running, bias):
+    for given in (bias, 100, -100):
+        reply = running.post(COMPLETIONS, {**BODY, "logit_bias": {"5": 1, "300": given}})
+        assert reply.status == (400 if given == bias else 200)
+        if given == bias:
+            assert reply.error["param"] == "logit_bias"
+            assert f"from -100 to 100, and token 300 has {bias}" in reply.error["message"]
+
+
 def test_another_method_or_route_is_an_error_object_too(running):
     assert running.get(COMPLETIONS).status == 405
     assert running.get(COMPLETIONS).headers["allow"] == "POST"
+    assert running.post("/health", {}).status == 405
     for path in ("/v1", "/v1/completions/", "//v1/completions", "/V1/completions", "/docs", "/%00"):
         reply = running.post(path, BODY)
         assert reply.status in (404, 405)

@@ -19,6 +19,8 @@ from tvr.serve.service import Service
 #: Characters of a path that its refusal repeats.
 _LONGEST_PATH = 200
 
+_DEAD = "The engine has ended"
+
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -99,6 +101,11 @@ def _add_rest(app: FastAPI, service: Service) -> None:
             )
             return refusal.response()
         return json_response({"status": "ok"})
+
+    @app.head("/health", response_class=Response, responses={503: {"description": _DEAD}})
+    async def health_without_body() -> Response:
+        """Say the same by the status alone, as balancers of load ask."""
+        return await health()
 
     @app.get("/metrics", response_class=Response, responses=answers("text/plain", body=False))
     async def metrics() -> Response:

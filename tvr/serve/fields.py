@@ -19,6 +19,9 @@ _MOST_WORDS, _LONGEST_WORD = 16, 256
 #: Most token ids or biases of a request.
 _MOST_IDS = 1024
 
+#: Largest bias of a token, as OpenAI has it.
+_LARGEST_BIAS = 100
+
 #: Longest text that names something.
 _LONGEST_NAME = 512
 
@@ -78,8 +81,18 @@ def _bias(value: object) -> dict[str, float]:
     if isinstance(value, dict) and len(value) <= _MOST_IDS:
         wrong = [key for key in value if not (key.isascii() and key.isdecimal() and len(key) < 20)]
         if not wrong and set(map(type, value.values())) <= {int, float}:
+            _check_biases(value)
             return value
     raise ValueError(f"must be an object of at most {_MOST_IDS} token ids and numbers")
+
+
+def _check_biases(value: dict[str, float]) -> None:
+    for token_id, bias in value.items():
+        if not -_LARGEST_BIAS <= bias <= _LARGEST_BIAS:
+            raise ValueError(
+                f"must have biases from -{_LARGEST_BIAS} to {_LARGEST_BIAS}, and token {token_id} "
+                f"has {bias}"
+            )
 
 
 def _object(value: object) -> dict[str, Any]:
@@ -124,7 +137,11 @@ Bias = Annotated[
         {
             "type": "object",
             "propertyNames": {"pattern": "^[0-9]{1,19}$"},
-            "additionalProperties": {"type": "number"},
+            "additionalProperties": {
+                "type": "number",
+                "minimum": -_LARGEST_BIAS,
+                "maximum": _LARGEST_BIAS,
+            },
             "maxProperties": _MOST_IDS,
         }
     ),

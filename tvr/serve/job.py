@@ -96,7 +96,7 @@ class Job:
         self._wake.set()
 
     def fail(self, error: ApiError) -> None:
-        """Let `take` raise `error`: what is still to come will not."""
+        """Let `take` raise `error` behind what is there: what is still to come will not."""
         self._failure = error
         self._wake.set()
 
@@ -107,8 +107,9 @@ class Job:
             ApiError: the job has failed.
         """
         await self._wake.wait()
-        self._wake.clear()
-        if self._failure is not None:
+        if self._failure is None:
+            self._wake.clear()
+        elif not self._deliveries:
             raise self._failure
         taken, self._deliveries = self._deliveries, []
         return taken if len(taken) < 2 else merged(taken)

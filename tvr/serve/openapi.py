@@ -119,6 +119,7 @@ def openapi_of(app: FastAPI, model_names: tuple[str, ...]) -> dict[str, Any]:
             "password": {"type": "http", "scheme": "basic"},
         }
         document["security"] = [{"key": []}, {"password": []}]
-        document["paths"]["/health"]["get"]["security"] = []
+        for operation in document["paths"]["/health"].values():
+            operation["security"] = []
         app.openapi_schema = document
     return app.openapi_schema

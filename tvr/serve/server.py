@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import signal
 import socket
 import sys
@@ -27,6 +28,14 @@ from tvr.serve.service import Service
 #: are told in them.
 _FAREWELL_S = 2
 
+#: Seconds that clients are told in when it ends at once.
+_LAST_WORDS_S = 0.2
+
+#: Where uvicorn tells of faults.
+_LOG = "uvicorn.error"
+
+_log = logging.getLogger("tvr.serve")
+
 _LARGEST_PORT = 65535
 
 #: Connections that may wait to be accepted, as uvicorn has it.
@@ -38,6 +47,14 @@ _SWITCH_S = 0.0005
 
 #: Seconds that the engine's thread may take for its last step.
 _LAST_STEP_S = 30.0
+
+
+class _NoCancellations(logging.Filter):
+    """Keeps requests that are cut off at the end out of the log: they are no faults."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, asyncio.CancelledError)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -98,11 +115,14 @@ class Server:
                 f"{url_of(self._sock)} has been taken meanwhile: {error}; choose another --port, "
                 "or 0 for a free one"
             ) from error
+        log, silence = logging.getLogger(_LOG), _NoCancellations()
         interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_S)
+        log.addFilter(silence)
         try:
             asyncio.run(self._serve(on_ready))
         finally:
+            log.removeFilter(silence)
             sys.setswitchinterval(interval)
 
     def stop(self) -> None:
@@ -153,12 +173,24 @@ class Server:
         self.stop()
 
     def _begin_to_stop(self) -> None:
+        assert self._loop is not None, "only it calls this"
         if self._uvicorn.should_exit:
-            self._uvicorn.force_exit = True
+            self._end_at_once(self._loop)
             return
         self._uvicorn.should_exit = True
-        assert self._loop is not None, "only it calls this"
         self._loop.call_later(self.service.settings.drain_s, self._end_by_time)
+
+    def _end_at_once(self, loop: asyncio.AbstractEventLoop) -> None:
+        num = len(self.service.jobs)
+        _log.warning("asked to stop again; requests that are cut off: %d", num)
+        self.service.fail_all(
+            ApiError(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                "the server was told to end at once; the answer is not complete",
+                code="shutting_down",
+            )
+        )
+        loop.call_later(_LAST_WORDS_S, setattr, self._uvicorn, "force_exit", True)
 
     def _end_by_time(self) -> None:
         drain_s = self.service.settings.drain_s
