@@ -41,7 +41,7 @@ def check_plan_writes_only_the_workspace(backend: Subject, case: Case) -> None:
 def check_one_plan_serves_every_layer(backend: Subject, case: Case) -> None:
     """The last plan holds for each layer of its step, with other caches and rows."""
     binding = backend.binding(case.spec, exact(step_of(make_call(case, backend.torch_device))))
-    for layer in range(_NUM_LAYERS):
+    for layer in range(1, _NUM_LAYERS):  # the first is what every other check runs
 
         def step_with_call_at(call: Call, at: int = layer) -> None:
             # Where another op fails, a step ends behind its plan, and the next one is planned.
