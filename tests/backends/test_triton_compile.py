@@ -63,8 +63,14 @@ def spilled_in_decode(found: dict[tuple[str, str, str], dict[str, int]]) -> dict
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_every_gpu_and_dtype(tmp_path):
-    found = compile_all(tmp_path)
-    assert set(found) == set(product(OPS, SMS, DTYPES))
+    """In all pairs but for `sample`, which takes as long as all the others.
+
+    Of its kernels a dtype changes no more than how a logit is loaded: each GPU has one dtype.
+    """
+    found = compile_all(tmp_path, "--turns", "sample")
+    others = set(OPS) - {"sample"}
+    turns = {("sample", *pair) for pair in zip(SMS, DTYPES, strict=True)}
+    assert set(found) == turns | set(product(others, SMS, DTYPES))
     assert spilled_in_decode(found) == {}
 
 

@@ -167,6 +167,7 @@ def main() -> None:
     parser.add_argument("ops", nargs="*", default=list(OP_MODULES))
     parser.add_argument("--sm", default="90", help="with commas: several")
     parser.add_argument("--dtype", default="bfloat16", help="with commas: several")
+    parser.add_argument("--turns", metavar="OP", help="has each dtype for one sm, by turns")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--vocab", type=int, help="a kernel of few tokens takes other registers")
     parser.add_argument("--ones", action="store_true", help="every other size is 1")
@@ -175,8 +176,12 @@ def main() -> None:
     sizes = {**(ONES if args.ones else {}), "head_dim": args.head_dim}
     if args.vocab is not None:
         sizes["vocab"] = args.vocab
-    sms = [int(sm) for sm in args.sm.split(",")]
-    jobs = list(product(args.ops, sms, args.dtype.split(",")))
+    sms, dtypes = [int(sm) for sm in args.sm.split(",")], args.dtype.split(",")
+    jobs = [
+        (op, sm, dtype)
+        for op, (i, sm), (j, dtype) in product(args.ops, enumerate(sms), enumerate(dtypes))
+        if op != args.turns or j == i % len(dtypes)
+    ]
     if len(jobs) == 1:
         print(*_lines(jobs[0], sizes), sep="\n")
         return
