@@ -10,7 +10,7 @@ is no taking back a part of it, hence the rules here:
 - then they are unfrozen, and not kept: what an engine leaves behind in cycles could never be freed;
 - whoever freezes objects without us has a plan of his own. What was frozen before the first engine
   stays so, which means that no engine freezes; after a freeze that came later, none unfreezes.
-  The few objects that Python itself has frozen when it starts (375 in 3.12) are nobody's plan.
+  Immortal objects are nobody's plan: Python 3.12 freezes those it comes upon (375 of its own).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import gc
 import threading
 from functools import cache
 
-#: Of more frozen objects than this it was not Python, which has thousands as soon as it runs code.
-_FROZEN_BY_PYTHON = 2000
+#: With more frozen objects it was not Python: whoever freezes takes thousands, even at the start.
+_MOST_IMMORTAL = 2000
 
 
 class _Mark:
@@ -48,7 +48,7 @@ class FrozenObjects:
         """
         with self._lock:
             gc.collect()
-            if self._num_engines == 0 and gc.get_freeze_count() > _FROZEN_BY_PYTHON:
+            if self._num_engines == 0 and gc.get_freeze_count() > _MOST_IMMORTAL:
                 return False
             alone = self._num_engines == 0 or self._is_ours()
             gc.freeze()
