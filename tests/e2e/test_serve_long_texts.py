@@ -171,6 +171,7 @@ def test_a_long_text_that_is_still_read_does_not_hold_up_the_end():
             reply.result(20)
 
 
+@pytest.mark.slow
 def test_health_is_answered_beside_megabytes_of_text_and_many_streams():
     """The engine's thread, the texts and their answers took up to 1.3 s of Python's lock.
 
