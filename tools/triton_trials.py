@@ -30,7 +30,7 @@ from tvr.bench.cells import AttentionCell, Cell, attention_cells
 from tvr.bench.comparison import compare
 from tvr.bench.gate import Gate
 from tvr.bench.header import l2_bytes
-from tvr.bench.op_cells import HEADS, KV_HEADS, op_cells
+from tvr.bench.op_cells import HEADS, KV_HEADS, PRODUCTS, Products, op_cells
 from tvr.bench.op_inputs import op_calls
 from tvr.bench.peer import Peer
 from tvr.conformance.binding import step_of
@@ -152,14 +152,23 @@ class CompilingGpu(CudaGpu):
             kernel.warmup(*args, grid=grid, **constants, **options)
 
 
-def cells_of(ops: Iterable[str], dtype: str, head_dims: Sequence[int], on_cpu: bool) -> list[Cell]:
-    """Return what kernels are judged on, in the shape of Llama-3.2-1B; on a CPU very little."""
+def cells_of(
+    ops: Iterable[str],
+    dtype: str,
+    head_dims: Sequence[int],
+    on_cpu: bool,
+    products: Products = PRODUCTS,
+) -> list[Cell]:
+    """Return what kernels are judged on, in the shape of Llama-3.2-1B; on a CPU very little.
+
+    Matrix products have the sizes of `products`.
+    """
     heads, kv_heads = (2, 1) if on_cpu else (HEADS, KV_HEADS)
     cells: list[Cell] = []
     for op in ops:
         if not op.startswith("attention"):
             few: dict[str, Any] = {"rows": (1,), "megabytes": 0} if on_cpu else {}
-            cells += op_cells([op], dtype=dtype, on_cpu=on_cpu, **few)
+            cells += op_cells([op], dtype=dtype, on_cpu=on_cpu, products=products, **few)
             continue
         sizes = DECODE_SIZES if op == "attention_decode" else PREFILL_SIZES
         for head_dim, (batch, ctx) in product(head_dims, CPU_SIZES if on_cpu else sizes):

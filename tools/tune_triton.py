@@ -1,6 +1,7 @@
 """Measures how the Triton backend's kernels are compiled best, and writes the table that ships.
 
     python tools/tune_triton.py [--op OP ...] [--dtype bfloat16 ...] [--head-dim 64 ...]
+                                [--products HIDDEN,QKV,INTERMEDIATE,VOCAB]
 
 Needs an NVIDIA GPU. `triton_trials.py` says what is tried and how it is measured. The default stays
 unless a candidate is faster by more than the spread. Under TRITON_INTERPRET=1 all but the compiling
@@ -19,6 +20,7 @@ import torch
 
 from tvr.backends.triton import plugin
 from tvr.backends.triton.probe import why_no_triton, why_not_on
+from tvr.bench.op_cells import PRODUCTS, Products
 from tvr.conformance.report import write_report
 from tvr.conformance.subject import device_facts
 from tvr.contract import DTYPES, OPS, DeviceFacts
@@ -33,6 +35,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
+
+
+def products(text: str) -> Products:
+    """Return the sizes in `text`.
+
+    Raises:
+        ArgumentTypeError: it is something else.
+    """
+    sizes = text.split(",")
+    if len(sizes) != len(PRODUCTS) or not all(s.isdecimal() and int(s) > 0 for s in sizes):
+        raise argparse.ArgumentTypeError(
+            f"is {text!r}; it must be four sizes, as in {','.join(map(str, PRODUCTS))}"
+        )
+    return Products(*map(int, sizes))
 
 
 def parse_args() -> argparse.Namespace:
@@ -50,6 +66,13 @@ def parse_args() -> argparse.Namespace:
         type=int,
         choices=plugin.HEAD_DIMS,
         help="default: 64 and 128",
+    )
+    parser.add_argument(
+        "--products",
+        type=products,
+        default=PRODUCTS,
+        metavar="HIDDEN,QKV,INTERMEDIATE,VOCAB",
+        help="sizes of a model's matrix products, as 4096,6144,14336,128256; default: Llama-3.2-1B",
     )
     parser.add_argument("--out", type=Path, default=TABLE)
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile")
@@ -145,7 +168,9 @@ def run(args: argparse.Namespace) -> None:
     cells = [
         cell
         for dtype in dtypes
-        for cell in cells_of(args.op or OPS, dtype, args.head_dim or (64, 128), on_cpu)
+        for cell in cells_of(
+            args.op or OPS, dtype, args.head_dim or (64, 128), on_cpu, args.products
+        )
     ]
     findings = []
     for finding in tune(cells, device, args.jobs):

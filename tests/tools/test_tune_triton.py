@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install 'tvr[
 
 from tvr.backends.triton.configs import BLOCKS, key, read_table
 from tvr.backends.triton.launch import Config
+from tvr.bench.op_cells import Products
 from tvr.contract import OPS, DeviceFacts
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -131,6 +132,14 @@ def test_a_kernel_for_some_rows_is_judged_on_those(trials):
     assert all({c.rows for c in cells} == {dict(of[2])["rows"]} for of, (_, cells) in keys.items())
 
 
+def test_products_of_another_model_are_judged_in_its_sizes(trials):
+    sizes = Products(4096, 6144, 14336, 128256)
+    cells = trials.cells_of(("linear", "fused_linear"), "bfloat16", (64,), False, sizes)
+    down = {(cell.spec.op, cell.spec.in_features, cell.spec.out_features) for cell in cells}
+    assert {("linear", 14336, 4096), ("fused_linear", 14336, 4096)} < down
+    assert {n_in for _, n_in, _ in down} == {4096, 14336}
+
+
 def test_under_the_interpreter_everything_runs_and_nothing_is_written(tmp_path):
     out = tmp_path / "tuned.json"
     done = run_tool("--op", "silu_mul", "--out", out, TRITON_INTERPRET="1")
@@ -150,6 +159,12 @@ def test_under_the_interpreter_everything_runs_and_nothing_is_written(tmp_path):
         (("--op", "relu"), "1", "argument --op: invalid choice: 'relu'"),
         (("--head-dim", "48"), "1", "argument --head-dim: invalid choice: 48"),
         (("--jobs", "0"), "1", "argument --jobs: is 0; it must be 1 or more"),
+        (
+            ("--products", "4096,6144"),
+            "1",
+            "argument --products: is '4096,6144'; it must be four sizes, as in"
+            " 2048,3072,8192,128256",
+        ),
         (("--dtype", "bfloat16"), "1", "allowed on a CPU: float32, float16"),
     ],
 )

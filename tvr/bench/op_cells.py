@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tvr.bench.cells import RowsCell
 from tvr.conformance.tensors import torch_dtype
@@ -26,16 +26,33 @@ from tvr.contract import (
 HIDDEN, INTERMEDIATE, VOCAB = 2048, 8192, 128256
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 64, 16
 
-#: (in_features, out_features) of qkv, o, gate_up, down and the LM head.
-LINEARS = ((2048, 3072), (2048, 2048), (2048, 16384), (8192, 2048), (2048, 128256))
 
-#: The same of a decoder layer's, and what each has fused with it.
-FUSED: tuple[tuple[int, int, dict[str, Any]], ...] = (
-    (2048, 3072, {"rms_norm": True}),
-    (2048, 2048, {"add": True}),
-    (2048, 16384, {"rms_norm": True, "silu_mul": True}),
-    (8192, 2048, {"add": True}),
-)
+class Products(NamedTuple):
+    """The sizes of a model's matrix products; `qkv` is that of queries, keys and values in one."""
+
+    hidden: int
+    qkv: int
+    intermediate: int
+    vocab: int
+
+    @property
+    def fused(self) -> tuple[tuple[int, int, dict[str, Any]], ...]:
+        """(in_features, out_features) of qkv, o, gate_up and down, and what is fused with each."""
+        return (
+            (self.hidden, self.qkv, {"rms_norm": True}),
+            (self.hidden, self.hidden, {"add": True}),
+            (self.hidden, 2 * self.intermediate, {"rms_norm": True, "silu_mul": True}),
+            (self.intermediate, self.hidden, {"add": True}),
+        )
+
+    @property
+    def linears(self) -> tuple[tuple[int, int], ...]:
+        """(in_features, out_features) of these and of the LM head."""
+        return (*((n_in, n_out) for n_in, n_out, _ in self.fused), (self.hidden, self.vocab))
+
+
+PRODUCTS = Products(HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM, INTERMEDIATE, VOCAB)
+LINEARS = PRODUCTS.linears
 
 #: What `prepare_step` reads and writes of a sequence, its block ids left out: 12 bytes from the
 #: host, its last token, and five numbers.
@@ -54,7 +71,7 @@ FUSED_ROWS = (1,)
 MEGABYTES = 256
 
 CPU_ROWS = (1, 8)
-CPU_LINEARS, CPU_FUSED = LINEARS[:2], FUSED[:2]
+CPU_PRODUCTS = 2  # of a kind
 CPU_MEGABYTES = 1
 
 
@@ -65,6 +82,7 @@ def op_cells(
     rows: Sequence[int] | None = None,
     megabytes: int | None = None,
     on_cpu: bool = False,
+    products: Products = PRODUCTS,
 ) -> list[RowsCell]:
     """Return the cells of `ops`.
 
@@ -72,21 +90,22 @@ def op_cells(
         rows: None: those of a decode step; products have their own.
         megabytes: of the large cell of each elementwise op; 0: none; None: as usual.
         on_cpu: whether to be content with less.
+        products: the sizes of `linear` and `fused_linear`.
     """
     if on_cpu:
         rows = rows or CPU_ROWS
     if megabytes is None:
         megabytes = CPU_MEGABYTES if on_cpu else MEGABYTES
-    shapes, fused = (CPU_LINEARS, CPU_FUSED) if on_cpu else (LINEARS, FUSED)
+    few = slice(CPU_PRODUCTS if on_cpu else None)
     cells = []
     for op in ops:
         if op == "linear":
             counts = rows or LINEAR_ROWS
-            cells += [_linear(dtype, n, *shape) for shape in shapes for n in counts]
+            cells += [_linear(dtype, n, *shape) for shape in products.linears[few] for n in counts]
             continue
         if op == "fused_linear":
             counts = rows or FUSED_ROWS
-            cells += [_fused(dtype, n, *product) for product in fused for n in counts]
+            cells += [_fused(dtype, n, *product) for product in products.fused[few] for n in counts]
             continue
         cells += [_rows_cell(op, dtype, n) for n in rows or ROWS]
         if megabytes and op in ELEMENTWISE:
