@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.fake_device import Loop, alone
-from tvr.core import Result
+from tvr.core import Result, Sequence
 from tvr.errors import ConfigError
 
 
@@ -46,6 +46,57 @@ def test_results_that_are_not_those_of_the_step_are_refused_and_change_nothing()
             loop.scheduler.update(0, results)
     assert [seq.num_output_tokens for seq in seqs] == [0, 0]
     assert len(loop.scheduler.update(0, [a, b])) == 2
+
+
+def test_columns_that_are_not_those_of_the_step_are_refused_and_change_nothing():
+    loop = Loop()
+    seqs = [loop.add(name, [1], max_tokens=9) for name in "ab"]
+    loop.schedule()
+    with pytest.raises(ConfigError, match="steps in flight are"):
+        loop.scheduler.update_columns(1, [1, 1])
+    for columns in (([1],), ([1, 1, 1],), ([1, 1], [None]), ([1, 1], None, [None] * 3)):
+        with pytest.raises(ConfigError, match=r"update of step 0: [123] \w+; it samples for 2"):
+            loop.scheduler.update_columns(0, *columns)
+    assert [seq.num_output_tokens for seq in seqs] == [0, 0]
+    assert len(loop.scheduler.update_columns(0, [1, 1])) == 2
+
+
+def test_columns_do_what_results_do():
+    by_results, by_columns = Loop().scheduler, Loop().scheduler
+    for scheduler in (by_results, by_columns):
+        for name in "abcd":
+            scheduler.add(Sequence(name, [1], max_tokens=9, stop_token_ids=frozenset({7})))
+        scheduler.schedule()
+        scheduler.schedule()
+        scheduler.abort("b")
+    tokens, errors, logprobs = [7, 5, None, 5], [None, None, None, "boom"], ["A", "B", "C", "D"]
+    results = map(Result, "abcd", [0] * 4, tokens, errors, logprobs)
+    right = by_results.update(0, list(results))
+    found = by_columns.update_columns(0, tokens, errors, logprobs)
+    assert [(u.sequence.request_id, *u[1:]) for u in found] == [
+        ("a", 7, "stop", None, "A"),
+        ("c", None, "error", "the step gave no token", None),
+        ("d", None, "error", "boom", None),
+    ]
+    assert [(u.sequence.request_id, *u[1:]) for u in right] == [
+        (u.sequence.request_id, *u[1:]) for u in found
+    ]
+    assert by_columns.update_columns(1, [5] * 4) == []  # all four have ended
+
+
+def test_entries_say_what_was_planned_whatever_became_of_the_sequences():
+    """They are made when they are read."""
+    loop = Loop(lag=0, block_size=2)
+    for name in "ab":
+        loop.add(name, [1, 2], max_tokens=9)
+    loop.step()
+    output = loop.schedule()
+    block = loop.sequences["a"].block_ids[1]
+    loop.scheduler.abort("a")
+    a, b = output.entries
+    assert a == ("a", 0, 0, 2, 1, True, 1, (block,))
+    assert (b.request_id, b.epoch, b.row, b.start) == ("b", 0, 1, 2)
+    assert output.entries is output.entries
 
 
 def test_a_decode_runs_ahead_of_the_token_it_feeds():

@@ -66,7 +66,7 @@ POINTS = [
     (Scheduler, "schedule"),
     (engine_module, "pack_step"),
     (ModelRunner, "submit"),
-    (Scheduler, "update"),
+    (Scheduler, "update_columns"),
     (Request, "apply"),
 ]
 

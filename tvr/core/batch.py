@@ -78,20 +78,24 @@ def pack_step(
 
     Mutates: `next_index`.
     """
-    entries, num_decodes = output.entries, output.num_decodes
-    prefills = entries[num_decodes:]
-    # A decode is one token that samples; only the rest needs to be looked at for that.
-    rows = [e.row for e in entries]
-    starts = [e.start for e in entries]
-    q_lens = [1] * num_decodes + [e.num_tokens for e in prefills]
-    sampling = [i for i, e in enumerate(prefills, num_decodes) if e.samples]
+    decodes, chunks, num_decodes = output.decodes, output.chunks, output.num_decodes
+    rows = decodes.rows + [e.row for e in chunks]
+    starts = decodes.starts + [e.start for e in chunks]
+    q_lens = [1] * num_decodes + [e.num_tokens for e in chunks]
+    sampling = [i for i, e in enumerate(chunks, num_decodes) if e.samples]
 
     for reset in output.row_resets:
         next_index[reset.row] = 0
     table_rows: list[int] = []
     table_indices: list[int] = []
     table_blocks: list[int] = []
-    for e in [e for e in entries if e.new_block_ids]:
+    for place, block in decodes.new_blocks.items():
+        row = rows[place]
+        table_rows.append(row)
+        table_indices.append(next_index[row])
+        table_blocks.append(block)
+        next_index[row] += 1
+    for e in chunks:
         first = next_index[e.row]
         next_index[e.row] = last = first + len(e.new_block_ids)
         table_rows += repeat(e.row, last - first)

@@ -11,7 +11,7 @@ import torch
 
 from tvr.contract import StepMeta
 from tvr.core.batch import DeviceTables, ForwardBatch
-from tvr.core.schedule_output import ScheduleOutput
+from tvr.core.schedule_output import Decodes
 
 _NOTHING = -1  # in place of a position: padding; of a block id: the sequence takes no new block
 
@@ -23,40 +23,41 @@ class PackedDecodes:
     Attributes:
         data: [S, 3] int32: row, position of the token to compute, and block id appended to the
             block table or -1.
-        rows, seq_lens: what the host needs to know of it without asking the device.
+        rows: those of `data`.
     """
 
     data: np.ndarray[tuple[int, int], np.dtype[np.int32]]
     rows: list[int]
-    seq_lens: list[int]
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Tokens of each sequence, the one to compute included."""
+        lens: list[int] = (self.data[:, 1] + 1).tolist()
+        return lens
 
 
-def pack_decodes(output: ScheduleOutput, next_index: list[int]) -> PackedDecodes:
-    """Return `output`, a step of decodes only, packed for the device.
+def pack_decodes(decodes: Decodes, next_index: list[int]) -> PackedDecodes:
+    """Return a step of decodes only, packed for the device.
 
     Args:
-        output: what the scheduler picked.
+        decodes: what the scheduler picked.
         next_index: for each row, how many block ids its table row holds.
 
     Mutates: `next_index`.
     """
-    entries = output.entries
-    rows = [e.row for e in entries]
-    starts = [e.start for e in entries]
-    new_blocks = [_NOTHING] * len(entries)
-    for i, e in enumerate(entries):
-        if e.new_block_ids:
-            (new_blocks[i],) = e.new_block_ids  # one token needs at most one more
-            next_index[e.row] += 1
-    return PackedDecodes(
-        data=np.array((rows, starts, new_blocks), dtype=np.int32).T,
-        rows=rows,
-        seq_lens=[start + 1 for start in starts],
-    )
+    rows = decodes.rows
+    data = np.empty((len(rows), 3), dtype=np.int32)
+    data[:, 0] = rows
+    data[:, 1] = decodes.starts
+    data[:, 2] = _NOTHING
+    for place, block in decodes.new_blocks.items():
+        data[place, 2] = block
+        next_index[rows[place]] += 1
+    return PackedDecodes(data=data, rows=rows)
 
 
 #: A step of nothing.
-NO_DECODES = PackedDecodes(data=np.empty((0, 3), np.int32), rows=[], seq_lens=[])
+NO_DECODES = PackedDecodes(data=np.empty((0, 3), np.int32), rows=[])
 
 
 class DecodeInputs:

@@ -25,7 +25,7 @@ from tvr.core.sampling_params import SamplingParams
 from tvr.core.schedule_output import ScheduleOutput, SequenceUpdate
 from tvr.core.scheduler import Scheduler
 from tvr.core.step_extras import NO_EXTRAS, extras_of
-from tvr.core.step_result import StepResult, results_of
+from tvr.core.step_result import StepResult
 from tvr.errors import ConfigError, OpFault, PolicyError, RequestError
 
 
@@ -257,19 +257,17 @@ class Engine:
         """Send a scheduled step to the device; an exception is the step's result, not ours."""
         try:
             resets = [self._row_state(*reset) for reset in output.row_resets]
-            prefills = output.entries[output.num_decodes :]
             token_ids = [
                 self._completions[e.request_id][1].sequence.token_ids[
                     e.start : e.start + e.num_tokens
                 ]
-                for e in prefills
+                for e in output.chunks
             ]
             extras = extras_of(output, self._completions) if self._special else NO_EXTRAS
-            if not prefills and self._runner.holds(output.num_decodes):
-                packed_decodes = pack_decodes(output, self._next_index)
-                return self._runner.submit_decodes(packed_decodes, extras)
-            packed = pack_step(output, token_ids, self._next_index)
-            return self._runner.submit(packed, resets, extras)
+            next_index = self._next_index
+            if not output.chunks and self._runner.holds(output.num_decodes):
+                return self._runner.submit_decodes(pack_decodes(output.decodes, next_index), extras)
+            return self._runner.submit(pack_step(output, token_ids, next_index), resets, extras)
         except Exception as error:
             return error
 
@@ -316,32 +314,35 @@ class Engine:
             for prompt, rows in result.prompts:
                 if not prompt.request.output.finished:
                     prompt.request.add_prompt_logprobs(prompt.start, rows)
-            results = results_of(output, result.tokens, result.logprobs, result.errors)
-            updates = self._scheduler.update(output.step_id, results)
+            columns = result.tokens, result.token_errors(output), result.logprobs
+            updates = self._scheduler.update_columns(output.step_id, *columns)
         self._apply(updates)
         self._torn = False
 
     def _apply(self, updates: list[SequenceUpdate]) -> None:
+        """Let requests grow; keep their outputs for the next `step`, and forget those over."""
+        completions, undelivered = self._completions, self._undelivered
         for update in updates:
-            request, completion = self._completions[update.sequence.request_id]
+            request, completion = completions[update[0].request_id]
             if request.apply(completion, update):
-                self._scheduler.finish(update.sequence.request_id, "stop")
-            self._note(request)
+                self._scheduler.finish(completion.sequence.request_id, "stop")
+            if not request.followed:
+                undelivered[request.request_id] = request.output
+            if completion.output.finish_reason is not None and request.output.finished:
+                self._forget(request)
 
-    def _note(self, request: Request) -> None:
-        """Keep a request's output for the next `step`, and forget the request if it is over."""
-        if not request.followed:
-            self._undelivered[request.request_id] = request.output
-        if request.output.finished:
-            with self._lock:
-                del self._requests[request.request_id]
-                self._special.discard(request.request_id)
-                for completion in request.completions:
-                    del self._completions[completion.sequence.request_id]
+    def _forget(self, request: Request) -> None:
+        with self._lock:
+            del self._requests[request.request_id]
+            self._special.discard(request.request_id)
+            for completion in request.completions:
+                del self._completions[completion.sequence.request_id]
 
     def _end(self, request: Request, reason: str, error: str | None = None) -> None:
         request.end(reason, error)
-        self._note(request)
+        if not request.followed:
+            self._undelivered[request.request_id] = request.output
+        self._forget(request)
 
     def _end_all(self, reason: str, error: str | None = None) -> None:
         """End every request there is and begin with nothing scheduled."""

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from itertools import repeat
+from operator import attrgetter
 
-from tvr.core.schedule_output import Entry, RowReset
+from tvr.core.schedule_output import Entry, Result, RowReset
 from tvr.core.sequence import Sequence
 from tvr.errors import ConfigError
+
+#: Epoch, token, error and logprobs of each entry that samples.
+Columns = tuple[Iterable[int], Iterable[int | None], Iterable[str | None], Iterable[object]]
+
+_request_id = attrgetter("request_id")
 
 
 class StepRecord:
@@ -15,16 +24,18 @@ class StepRecord:
     Attributes:
         step_id: its number.
         sampling: the sequences it samples for, in the order of the entries.
+        epochs: of each of these, when the step was planned.
         writes: (sequence, epoch, end) of each prefill chunk and of each decode that fills a
             block: positions below `end` are in the cache once the step is done.
         order: the sequences running when it was planned; each may take blocks from those behind.
-        entries, row_resets: see `ScheduleOutput`.
+        chunks, row_resets: see `ScheduleOutput`.
         held: row and blocks of each sequence that ended while this step named it.
         paused: a sequence kept out of this step to become a preemption victim.
     """
 
     __slots__ = (
-        "entries",
+        "chunks",
+        "epochs",
         "held",
         "order",
         "paused",
@@ -37,9 +48,10 @@ class StepRecord:
     def __init__(self, step_id: int, order: list[Sequence]) -> None:
         self.step_id = step_id
         self.order = order
-        self.entries: list[Entry] = []
+        self.chunks: list[Entry] = []
         self.row_resets: list[RowReset] = []
         self.sampling: list[Sequence] = []
+        self.epochs: list[int] = []
         self.writes: list[tuple[Sequence, int, int]] = []
         self.held: list[tuple[int, list[int]]] = []
         self.paused: Sequence | None = None
@@ -47,6 +59,41 @@ class StepRecord:
     def sequences(self) -> list[Sequence]:
         """Every sequence of the step, once."""
         return list(dict.fromkeys([*self.sampling, *(seq for seq, _, _ in self.writes)]))
+
+    def results_by_column(self, results: Seq[Result]) -> Columns:
+        """Return the columns of results for what it samples, in order.
+
+        Raises:
+            ConfigError: they are other results.
+        """
+        given, sampled = list(map(_request_id, results)), list(map(_request_id, self.sampling))
+        if given != sampled:
+            raise ConfigError(
+                f"update of step {self.step_id}: results for {given}; it samples for {sampled}, in"
+                " this order"
+            )
+        _, epochs, tokens, errors, logprobs = zip(*results, strict=True) if results else [()] * 5
+        return epochs, tokens, errors, logprobs
+
+    def columns(
+        self,
+        tokens: Seq[int | None],
+        errors: Seq[str | None] | None,
+        logprobs: Seq[object] | None,
+    ) -> Columns:
+        """Return the columns of results that are of its own epochs; None: every one is None.
+
+        Raises:
+            ConfigError: a column is shorter or longer than what it samples.
+        """
+        num = len(self.sampling)
+        for name, column in (("tokens", tokens), ("errors", errors), ("logprobs", logprobs)):
+            if column is not None and len(column) != num:
+                raise ConfigError(
+                    f"update of step {self.step_id}: {len(column)} {name}; it samples for {num}"
+                    " sequences, and wants one of each, in the order of its entries"
+                )
+        return self.epochs, tokens, errors or repeat(None), logprobs or repeat(None)
 
 
 class StepsInFlight:

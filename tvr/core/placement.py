@@ -74,12 +74,12 @@ class Placement:
         self._num_growable += num_blocks < seq.max_blocks
         return True
 
-    def grow(self, seq: Sequence) -> tuple[int, ...]:
-        """Give a running sequence one more block; one must be free."""
-        new_block_ids = tuple(self.blocks.allocate(1))
-        seq.block_ids += new_block_ids
+    def grow(self, seq: Sequence) -> int:
+        """Give a running sequence one more block and return it; one must be free."""
+        (block,) = self.blocks.allocate(1)
+        seq.block_ids.append(block)
         self._num_growable -= len(seq.block_ids) == seq.max_blocks
-        return new_block_ids
+        return block
 
     def remove(self, seq: Sequence, in_flight: StepRecord | None) -> None:
         """Take a running sequence's row and blocks; keep them held until `in_flight` is over."""

@@ -60,7 +60,7 @@ def _decodes(num_seqs: int, position: int) -> PackedDecodes:
     """Return a step of decodes at one position, for a graph; it adds no blocks."""
     rows = list(range(num_seqs))
     data = np.array([(row, position, -1) for row in rows], dtype=np.int32)
-    return PackedDecodes(data=data, rows=rows, seq_lens=[position + 1] * num_seqs)
+    return PackedDecodes(data=data, rows=rows)
 
 
 def states_of(num_rows: int, params: SamplingParams) -> list[RowState]:

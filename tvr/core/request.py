@@ -23,7 +23,7 @@ class Completion:
     seed: int
     output: CompletionOutput
     detokenizer: IncrementalDetokenizer | None
-    stops: StopMatcher
+    stops: StopMatcher | None
     logprobs: LogprobSeries | None = None
 
 
@@ -69,6 +69,7 @@ class Request:
         self.followed = followed
         self.params = params
         self.bad_words = bad_words
+        self._shows_stop = params.include_stop_str_in_output
         self._texts = None if tokenizer is None else tokenizer.decoding.texts
         strings: list[str] = []
         #: Why a token of this id ended an answer; EOS ids that the user did not name have none.
@@ -108,7 +109,9 @@ class Request:
                     seed=seeds[index],
                     output=CompletionOutput(index=index),
                     detokenizer=detokenizer,
-                    stops=StopMatcher(strings, params.include_stop_str_in_output),
+                    stops=StopMatcher(strings, params.include_stop_str_in_output)
+                    if strings
+                    else None,
                 )
             )
         self.output = RequestOutput(
@@ -147,41 +150,39 @@ class Request:
 
         Mutates: `output`.
         """
-        out, token, reason = completion.output, update.token, update.finish_reason
+        # Of most tokens all is said in a few lines: this runs for every one of every sequence.
+        _, token, reason, error, logprobs = update
+        out, stopped = completion.output, None
         if token is None:
-            out.error = update.error
+            out.error = error
         else:
-            if self.output.metrics.first_token_time is None:
-                self.output.metrics.first_token_time = time.monotonic()
-                self.output.num_cached_tokens = completion.sequence.num_cached_tokens
-            by_token = reason == "stop"
-            if by_token:
+            if not out.token_ids:
+                self._note_first_token(completion)
+            if reason == "stop":
                 out.stop_reason = self._stop_reasons.get(token)
-            text, stopped = self._text_of(completion, token, by_token)
+            text, detokenizer = "", completion.detokenizer
+            if detokenizer is not None and (reason != "stop" or self._shows_stop):
+                text = detokenizer.push(token)
+                stops = completion.stops
+                # Before `min_tokens` it is too early for any stop.
+                if stops is not None and len(out.token_ids) + 1 >= self.params.min_tokens:
+                    text, stopped = stops.push(text)
             out.append(token, text)
-            if update.logprobs is not None:
-                self._add_logprobs(completion, update.logprobs)
-            if stopped is not None:
-                out.stop_reason = stopped
-                self._finish(completion, "stop")
-                return reason is None
+            if logprobs is not None:
+                self._add_logprobs(completion, logprobs)
+        if stopped is not None:
+            out.stop_reason = stopped
+            self._finish(completion, "stop")
+            return reason is None
         if reason is not None:
             self._flush(completion)
             self._finish(completion, reason)
         return False
 
-    def _text_of(
-        self, completion: Completion, token: int, by_token: bool
-    ) -> tuple[str, str | None]:
-        """Return the text that `token` releases, and the stop string met in it."""
-        if completion.detokenizer is None:
-            return "", None
-        if by_token and not self.params.include_stop_str_in_output:
-            return "", None
-        text = completion.detokenizer.push(token)
-        if len(completion.output.token_ids) + 1 < self.params.min_tokens:
-            return text, None  # too early for any stop
-        return completion.stops.push(text)
+    def _note_first_token(self, completion: Completion) -> None:
+        if self.output.metrics.first_token_time is None:
+            self.output.metrics.first_token_time = time.monotonic()
+            self.output.num_cached_tokens = completion.sequence.num_cached_tokens
 
     def _add_logprobs(self, completion: Completion, logprobs: object) -> None:
         assert isinstance(logprobs, RawLogprobs)
@@ -193,11 +194,14 @@ class Request:
 
     def _flush(self, completion: Completion) -> None:
         """Release what was held back: bytes that make no character, the beginning of a stop."""
-        if completion.detokenizer is not None:
-            text, stopped = completion.stops.push(completion.detokenizer.flush())
-            completion.output.append_text(text)
+        if completion.detokenizer is None:
+            return
+        text, stops = completion.detokenizer.flush(), completion.stops
+        if stops is not None:
+            text, stopped = stops.push(text)
             if stopped is None:
-                completion.output.append_text(completion.stops.flush())
+                text += stops.flush()
+        completion.output.append_text(text)
 
     def _finish(self, completion: Completion, reason: str) -> None:
         completion.output.finish_reason = reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -39,27 +39,66 @@ class RowReset(NamedTuple):
     request_id: str
 
 
+class Decodes(NamedTuple):
+    """The decodes of a step, by columns: place i of each is of one sequence.
+
+    Attributes:
+        sequences: whose they are.
+        epochs, rows, starts: as in `Entry`.
+        new_blocks: by place, the block to append to the row's block table.
+    """
+
+    sequences: list[Sequence]
+    epochs: list[int]
+    rows: list[int]
+    starts: list[int]
+    new_blocks: dict[int, int]
+
+    def entries(self) -> list[Entry]:
+        """Return them one by one."""
+        entries = []
+        columns = (self.sequences, self.epochs, self.rows, self.starts)
+        for place, (seq, epoch, row, start) in enumerate(zip(*columns, strict=True)):
+            block = self.new_blocks.get(place)
+            blocks = () if block is None else (block,)
+            entries.append(Entry(seq.request_id, epoch, row, start, 1, True, 1, blocks))
+        return entries
+
+
 @dataclass(slots=True)
 class ScheduleOutput:
     """A step to run.
 
     Attributes:
         step_id: counts up from 0.
-        entries: decodes, then prefill chunks. A decode's token was sampled by an earlier step,
-            perhaps one in flight: the device has it, the host may not. The tokens of a prefill
-            chunk are `sequence.token_ids[start : start + num_tokens]`.
-        num_decodes: how many entries are decodes.
-        num_tokens: tokens of all entries.
+        decodes: one token of each of some sequences, sampled by an earlier step, perhaps one in
+            flight: the device has it, the host may not.
+        chunks: prefill chunks. The tokens of one are
+            `sequence.token_ids[start : start + num_tokens]`.
+        num_tokens: tokens of all of these.
         preempted: sequences that lost their row and blocks since the previous step.
         row_resets: rows to clear before the step, one for each sequence that (re)starts.
     """
 
     step_id: int
-    entries: list[Entry]
-    num_decodes: int
+    decodes: Decodes
+    chunks: list[Entry]
     num_tokens: int
     preempted: list[str]
     row_resets: list[RowReset]
+    _entries: list[Entry] | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def num_decodes(self) -> int:
+        """How many entries are decodes."""
+        return len(self.decodes.rows)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Decodes, then prefill chunks: one list, made when it is first read."""
+        if self._entries is None:
+            self._entries = self.decodes.entries() + self.chunks
+        return self._entries
 
 
 class Result(NamedTuple):

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import compress, islice, repeat
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from tvr.core.logprobs import LogprobTensors, RawLogprobs
-from tvr.core.schedule_output import Result, ScheduleOutput
+from tvr.core.schedule_output import ScheduleOutput
 
 if TYPE_CHECKING:
     from tvr.core.step_extras import PromptRows
-
-#: Half the time of `Result(...)`, and needed once for every token there is.
-_new_result = partial(tuple.__new__, Result)
 
 #: The error of a sequence for which no token could be chosen.
 NO_TOKEN = "the logits hold NaN or allow no token"
@@ -39,6 +35,16 @@ class StepResult:
     logprobs: list[RawLogprobs | None] | None = None
     errors: dict[str, str] = field(default_factory=dict)
     prompts: list[tuple[PromptRows, list[RawLogprobs]]] = field(default_factory=list)
+
+    def token_errors(self, output: ScheduleOutput) -> list[str | None] | None:
+        """Return for each token of the step `output` why it is none; None: there are all."""
+        if min(self.tokens, default=0) >= 0:
+            return None
+        ids = (e.request_id for e in output.entries if e.samples)
+        return [
+            None if token >= 0 else self.errors.get(request_id, NO_TOKEN)
+            for request_id, token in zip(ids, self.tokens, strict=True)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,33 +94,6 @@ class DeviceResult:
             left = iter(self.prompt_logprobs.on_host(num_tops))
             prompts = [(p, list(islice(left, len(p.targets)))) for p in self.prompts]
         return StepResult(tokens=tokens, logprobs=logprobs, errors=self.errors, prompts=prompts)
-
-
-def results_of(
-    output: ScheduleOutput,
-    tokens: list[int],
-    logprobs: Sequence[object] | None = None,
-    errors: Mapping[str, str] | None = None,
-) -> list[Result]:
-    """Return a step's results for `update`; a token of -1 is none, and ends its sequence.
-
-    Args:
-        output: the step.
-        tokens: one for each sampling entry.
-        logprobs: the same, if any were asked for.
-        errors: by sequence id, why there is no token, where that is known.
-    """
-    ids, epochs, _, _, _, samples, _, _ = zip(*output.entries, strict=True)
-    columns = (compress(ids, samples), compress(epochs, samples), tokens)
-    rows = zip(*columns, repeat(None), logprobs or repeat(None), strict=False)
-    results = list(map(_new_result, rows))
-    assert len(results) == len(tokens), "a step has as many tokens as entries that sample"
-    if min(tokens, default=0) < 0:
-        for i, (request_id, epoch, token, _, _) in enumerate(results):
-            if token is not None and token < 0:
-                error = (errors or {}).get(request_id, NO_TOKEN)
-                results[i] = Result(request_id, epoch, None, error)
-    return results
 
 
 def _to_pinned(tensor: Tensor) -> Tensor:
