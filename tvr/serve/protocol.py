@@ -13,12 +13,17 @@ _PATIENCE_S = 30.0
 #: Seconds in which a client must take something of an answer that waits for it.
 _READ_PATIENCE_S = 300.0
 
+#: Bytes that are read behind a request while it is answered. If none were, nobody would see its
+#: client leave.
+_MOST_AHEAD = 1 << 16
+
 
 class PatientProtocol(H11Protocol):
     """Closes a connection whose client has sent no head of a request, or half of one.
 
-    Also one whose client takes nothing of its answer. uvicorn waits for ever, and each such
-    connection holds a file handle until there are none, and memory for the answer.
+    Also one whose client takes nothing of its answer, or has it and goes on sending a body that
+    nobody wants. uvicorn waits for ever, and each such connection holds a file handle until there
+    are none, and memory for the answer.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -33,6 +38,12 @@ class PatientProtocol(H11Protocol):
         self._look.cancel()
         self._forget_unread()
         super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        """Deal with what has come; see `asyncio.Protocol.data_received`."""
+        super().handle_events()
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < _MOST_AHEAD:
+            self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         """See `asyncio.BaseProtocol`: much waits to be sent."""
@@ -62,9 +73,12 @@ class PatientProtocol(H11Protocol):
 
     def _close_if_idle(self) -> None:
         """Close the connection if it has waited for the same request since the last look."""
-        waits = self.conn.their_state is h11.IDLE
-        if waits and self._seen is self.cycle:
+        answered = self.cycle is not None and self.cycle.response_complete
+        waits = answered or self.conn.their_state is h11.IDLE
+        if self.transport.is_closing():  # once what waits to be sent is
+            if self._unread is None:
+                self._look_at_unread()
+        elif waits and self._seen is self.cycle:
             self.transport.close()
-            return
         self._seen = self.cycle if waits else self
         self._look = self.loop.call_later(_PATIENCE_S, self._close_if_idle)

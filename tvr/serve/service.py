@@ -98,13 +98,13 @@ class Service:
         for job in self.jobs:
             job.fail(error)
 
-    def stop(self, timeout_s: float) -> bool:
-        """End all threads; return whether the engine's has ended in time."""
+    def stop(self) -> None:
+        """End all threads; the engine's, and those with short texts, end after what they do."""
+        self.engine.stop()
         for pool in (self._pool, self._converters):
             pool.shutdown(wait=False, cancel_futures=True)
         for apart in (self._apart, self._converter_apart):
             apart.close()
-        return self.engine.stop(timeout_s)
 
     async def completions(self, http: Request) -> Response:
         """Answer `POST /v1/completions`."""
@@ -147,15 +147,7 @@ class Service:
         self.jobs.add(job)
         streams = False
         try:
-            async with self._bodies.body_of(http) as body:
-                asked: Asked | None = None
-                if len(body) > _MOST_HERE:
-                    there = asyncio.wrap_future(self._apart.submit(kind, body))
-                    asked = await while_there(http.receive, there)
-                work = self._in_pool(
-                    lambda: self._submit(asked or getattr(self.reader, kind)(body), job, shape_of)
-                )
-                shape, options = await while_there(http.receive, work)
+            shape, options = await self._prepare(http, kind, job, shape_of)
             if job.streams:
                 streams = True  # the stream closes the job
                 return EventStream(job, shape, options, self._in_pool)
@@ -166,12 +158,28 @@ class Service:
             if not streams:
                 job.close()
 
+    async def _prepare(
+        self, http: Request, kind: str, job: Job, shape_of: Callable[[Asked, Job], Shape]
+    ) -> Prepared:
+        """Read a request and hand it to the engine; its body is not kept beyond that."""
+        async with self._bodies.body_of(http) as body:
+            self._check_alive()
+            asked: Asked | None = None
+            if len(body) > _MOST_HERE:
+                there = asyncio.wrap_future(self._apart.submit(kind, body))
+                asked = await while_there(http.receive, there)
+            work = self._in_pool(
+                lambda: self._submit(asked or getattr(self.reader, kind)(body), job, shape_of)
+            )
+            return await while_there(http.receive, work)
+
     async def _convert(self, http: Request, kind: str) -> Response:
         """Serve a route that needs no engine; `kind` is its method of the reader."""
         assert self._loop is not None, "started"
         work: asyncio.Future[bytes]
         try:
             async with self._bodies.body_of(http) as body:
+                self._check_alive()
                 if len(body) > _MOST_HERE:
                     work = asyncio.wrap_future(self._converter_apart.submit(kind, body))
                 else:
