@@ -17,7 +17,7 @@ from tvr.core.step_result import NO_TOKEN
 from tvr.serve.deltas import Delivery, Delta, complete
 from tvr.serve.errors import ApiError, bad_request
 from tvr.serve.job import Job
-from tvr.serve.json_answer import JsonAnswer
+from tvr.serve.json_answer import JsonAnswer, encode_long
 from tvr.serve.requests import StreamOptions
 from tvr.serve.shapes import Shape
 from tvr.serve.usage import Usage
@@ -109,8 +109,7 @@ def _assembled(shape: Shape, deliveries: list[Delivery]) -> Response:
         usage.add(delivery)
         choices += shape.whole(delivery)
     head = _encode({**shape.whole_head, "usage": usage.counts}).removesuffix("}")
-    # One by one: the encoder keeps Python's lock for as long as a call takes.
-    body = f'{head},"choices":[{",".join(map(_encode, choices))}]}}'
+    body = f'{head},"choices":[{",".join(map(encode_long, choices))}]}}'
     return JsonAnswer(body.encode())
 
 
@@ -153,9 +152,10 @@ class EventStream(Response):
             while not self._job.is_over:
                 for delivery in await self._job.take():
                     if self._job.echoes or _is_large(delivery):
-                        events += await self._in_pool(partial(self._events, delivery))
+                        work = partial(self._events, delivery, encode_long)
+                        events += await self._in_pool(work)
                     else:
-                        events += self._events(delivery)
+                        events += self._events(delivery, _encode)
                     _check(delivery.deltas, self._job)
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 events = b""
@@ -166,7 +166,7 @@ class EventStream(Response):
             last = events + _event(error.body)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _events(self, delivery: Delivery) -> bytes:
+    def _events(self, delivery: Delivery, encode: Callable[[object], str]) -> bytes:
         self._usage.add(delivery)
         head = self._shape.piece_head
         if self._options.include_usage:
@@ -179,11 +179,11 @@ class EventStream(Response):
             if delta.finish_reason not in _FAILED or delta.token_ids
         ]
         choices = self._shape.pieces(delivery._replace(deltas=deltas))
-        return b"".join(_event({**head, "choices": [choice]}) for choice in choices)
+        return b"".join(_event({**head, "choices": [choice]}, encode) for choice in choices)
 
 
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: %b\n\n" % _encode(content).encode()
+def _event(content: dict[str, Any], encode: Callable[[object], str] = _encode) -> bytes:
+    return b"data: %b\n\n" % encode(content).encode()
 
 
 def _is_large(delivery: Delivery) -> bool:
