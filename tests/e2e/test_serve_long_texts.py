@@ -78,10 +78,54 @@ def test_closing_ends_a_call_that_is_under_way(apart):
         os.kill(pid, 0)
 
 
-def test_a_supervisors_signal_to_all_processes_does_not_end_it(apart):
+def test_a_process_that_ends_between_calls_costs_none(apart):
     pid = apart.submit("pid", b"").result(60)
-    os.kill(pid, signal.SIGTERM)
+    os.kill(pid, signal.SIGKILL)
+    apart._process.wait()
+    assert apart.submit("pid", b"").result(60) != pid
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_all_processes_does_not_end_it(apart, number):
+    """A supervisor's, or Ctrl-C on a system without sessions."""
+    pid = apart.submit("pid", b"").result(60)
+    os.kill(pid, number)
     assert apart.submit("pid", b"").result(60) == pid
+
+
+def test_a_signal_to_all_processes_does_not_end_one_that_is_starting(apart):
+    call = apart.submit("pid", b"")
+    wait_until(lambda: apart._process)
+    status = f"/proc/{apart._process.pid}/status"
+
+    def ignored() -> int:
+        with open(status) as lines:
+            (mask,) = (line.split()[1] for line in lines if line.startswith("SigIgn:"))
+        return int(mask, 16)
+
+    wait_until(lambda: ignored() >> (signal.SIGTERM - 1) & 1)
+    assert not call.done()
+    os.kill(apart._process.pid, signal.SIGTERM)
+    assert call.result(60) == apart._process.pid
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000], ids=["short", "long"])
+def test_it_ends_in_silence_if_the_server_is_killed_in_the_middle_of_a_call(size):
+    """It printed a traceback, in the log behind what had killed the server."""
+    code = (
+        "import os, pickle, signal, sys, threading, time\n"
+        "sys.path.insert(0, 'tests')\n"
+        "from support.apart_target import Target\n"
+        "from tvr.serve.apart import Apart\n"
+        "apart = Apart(pickle.dumps(Target()), 'test')\n"
+        "apart.submit('pid', b'').result()\n"
+        f"apart.submit('twice_slowly', b'x' * {size})\n"
+        "time.sleep(0.2)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    # Its end is the end of stderr, which the other process has, too.
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
 
 
 def test_it_ends_with_the_process_that_started_it():
@@ -147,14 +191,21 @@ def test_long_texts_have_the_tokens_of_the_engines_own_tokenizer(running):
     assert back["prompt"].endswith(LONG_TEXT)
 
 
-def test_long_requests_are_served_again_after_their_process_was_killed(running):
+def test_long_requests_are_served_after_their_process_was_killed(running):
     """By the system, where memory is short."""
     body = {"prompt": LONG_TEXT}
     assert running.post("/tokenize", body).status == 200
+    process = running.service._converter_apart._process
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(running.post, "/tokenize", {"prompt": "a" * 4_000_000})
+        wait_until(lambda: running.service._converter_apart._thread._work_queue.empty())
+        time.sleep(0.3)
+        assert not reply.done()
+        process.kill()
+        assert (reply.result().status, reply.result().error["code"]) == (503, "reader_ended")
+    assert running.post("/tokenize", body).status == 200
     running.service._converter_apart._process.kill()
     running.service._converter_apart._process.wait()
-    reply = running.post("/tokenize", body)
-    assert (reply.status, reply.error["code"]) == (503, "reader_ended")
     assert running.post("/tokenize", body).status == 200
 
 

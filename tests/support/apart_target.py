@@ -12,6 +12,10 @@ class Target:
     def twice(self, data: bytes) -> bytes:
         return data + data
 
+    def twice_slowly(self, data: bytes) -> bytes:
+        time.sleep(1)
+        return data + data
+
     def pid(self, data: bytes) -> int:
         return os.getpid()
 

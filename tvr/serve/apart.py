@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -20,8 +19,16 @@ from typing import IO, Any
 from tvr.errors import TvrError
 from tvr.serve.errors import ApiError
 
-#: As here, imports look first where they look in this process.
-_CODE = "import sys; sys.path[:] = {path!r}; from tvr.serve.apart import main; main()"
+#: What the process runs. A supervisor's or a terminal's signal to all processes is for the server,
+#: at whose end stdin ends. As here, imports look first where they look in this process.
+_CODE = """
+import signal, sys
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+sys.path[:] = {path!r}
+from tvr.serve.apart import main
+main()
+"""
 
 #: How far the process stands back where processors are few: those who get answers go first.
 _NICE = 10
@@ -83,6 +90,9 @@ class Apart:
         with self._lock:
             if self._closed:
                 raise EOFError
+            if self._process is not None and self._process.poll() is not None:
+                self._process.communicate()  # it ended between calls; closes the pipes
+                self._process = None
             if self._process is None:
                 # A session of its own: Ctrl-C is for the server, which lets requests end.
                 self._process = subprocess.Popen(
@@ -111,19 +121,19 @@ class Apart:
 
 def main() -> None:
     """Make the calls that come by stdin, in this process, until there are no more."""
-    # A supervisor's signal to all processes is for the server; at its end stdin ends.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform != "win32":
         os.nice(_NICE)
     calls, answers = sys.stdin.buffer, sys.stdout.buffer
-    target = pickle.load(calls)
-    while True:
-        try:
+    try:
+        target = pickle.load(calls)
+        while True:
             method, argument = pickle.load(calls)
-        except EOFError:
-            return
-        pickle.dump(_result(target, method, argument), answers)
-        answers.flush()
+            pickle.dump(_result(target, method, argument), answers)
+            answers.flush()
+    except (EOFError, pickle.UnpicklingError):
+        return  # the server has ended, perhaps in the middle of a call
+    except BrokenPipeError:
+        os._exit(0)  # so has it here; an ordinary end would try to write the rest
 
 
 def _result(target: object, method: str, argument: bytes) -> object:
