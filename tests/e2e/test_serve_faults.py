@@ -255,3 +255,35 @@ def test_a_process_whose_device_is_lost_or_hangs_ends_with_one_line_and_an_error
             assert reply.result(30).status in (500, 503)
         assert process.end() == 2
         assert process.lines[-1] == f"tvr: error: {expected}\n"
+
+
+def test_a_third_signal_does_not_wait_for_a_step_that_hangs():
+    """It never ended: the wait was cut off, and the engine closed, which waits for the step."""
+    code = f"import tvr.cli\nfrom tvr.core import runner\n{FAULTS['hangs'][0]}"
+    code = code.replace("0.5", "60.0") + "tvr.cli.main()"
+    with Process(code=code) as process:
+        running = process.running()
+        sock = running.begin(COMPLETIONS, {**BODY, "model": "demo"})
+        wait_until(lambda: b'running{model_name="demo"} 1' in running.get("/metrics").body)
+        process.popen.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        process.popen.send_signal(signal.SIGINT)
+        with sock:
+            assert sock.recv(100).startswith(b"HTTP/1.1 503 ")
+        while process.popen.poll() is None:
+            process.popen.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        assert process.end() == 2
+        assert process.lines[-1] == (
+            "tvr: error: a step of the engine had not ended when the server was told to end at "
+            "once\n"
+        )
+
+
+def test_a_request_that_comes_while_the_server_ends_is_no_fault_of_it(running):
+    running.service.stop()
+    assert running.get("/health").status == 503
+    bodies = ({**BODY, "user": "x" * size} for size in (1, 100_000))
+    replies = [running.post(COMPLETIONS, body) for body in bodies]
+    replies += [running.post("/tokenize", {"prompt": "x" * size}) for size in (1, 100_000)]
+    assert {(reply.status, reply.error["code"]) for reply in replies} == {(503, "engine_dead")}

@@ -285,3 +285,9 @@ def test_a_wrong_part_of_a_message_is_told_in_short(running):
         error = refused(running, path="/tokenize", body={"messages": messages})
         assert "messages[0]" in error["message"]
         assert len(error["message"]) < 1000
+
+
+def test_an_unknown_field_of_a_message_is_told_in_one_line(running):
+    messages = [{"role": "user", "content": "x", "two\nlines": 1}]
+    error = refused(running, path="/tokenize", body={"messages": messages})
+    assert "messages[0]['two\\nlines']" in error["message"]

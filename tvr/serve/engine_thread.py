@@ -60,7 +60,7 @@ class EngineThread:
     @property
     def is_alive(self) -> bool:
         """Whether requests are served."""
-        return self._thread.is_alive() and self.fatal is None
+        return self._thread.is_alive() and self.fatal is None and not self._stopping
 
     @property
     def num_followed(self) -> int:
@@ -96,13 +96,15 @@ class EngineThread:
         self.llm.abort(request_id)
         self._wake.set()
 
-    def stop(self, timeout_s: float) -> bool:
-        """End the thread after its step; return whether it has ended in time."""
+    def stop(self) -> None:
+        """End the thread after its step, for which this does not wait."""
         self._stopping = True
         self._wake.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no step is under way, and none will be."""
+        return self._stopping and not self._thread.is_alive()
 
     def _run(self) -> None:
         try:

@@ -30,7 +30,9 @@ def _message(index: int, message: object) -> dict[str, Any]:
     said = {key: item for key, item in message.items() if key in _KNOWN or item}
     unknown = sorted(said.keys() - _KNOWN)
     if unknown:
-        raise ValueError(f"holds {where}.{unknown[0][:80]}, which is not supported; leave it out")
+        raise ValueError(
+            f"holds {where}[{unknown[0][:80]!r}], which is not supported; leave it out"
+        )
     role = said.get("role")
     if role not in _ROLES:
         raise ValueError(f"holds {where}.role, which must be one of {', '.join(_ROLES)}")

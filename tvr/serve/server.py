@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from http import HTTPStatus
 from types import FrameType
@@ -48,6 +49,9 @@ _SWITCH_S = 0.0005
 #: Seconds that the engine's thread may take for its last step.
 _LAST_STEP_S = 30.0
 
+#: Seconds between looks at what gives no notice.
+_LOOK_S = 0.01
+
 
 class _NoCancellations(logging.Filter):
     """Keeps requests that are cut off at the end out of the log: they are no faults."""
@@ -81,6 +85,7 @@ class Server:
         self.interrupted = False
         self._sock = sock
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._waits_for_step = False
         drain_s = service.settings.drain_s
         gate = Gate(create_app(service), service.settings.api_keys, is_local=_is_local(sock))
         self._uvicorn = _Uvicorn(
@@ -128,32 +133,46 @@ class Server:
     def stop(self) -> None:
         """Take no more requests and end when those there are have ended, or their time is over.
 
-        A second call ends at once. May be called from any thread.
+        A second call ends at once, but for a step of the engine; a third does not wait for that
+        either. May be called from any thread.
         """
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._begin_to_stop)
+        loop = self._loop
+        if loop is not None:
+            loop.call_soon_threadsafe(self._begin_to_stop)
 
     async def _serve(self, on_ready: Callable[[], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self.service.on_fatal = self._end_by_fault
         self.service.start()
         ready = asyncio.create_task(self._tell(on_ready))
-        try:
-            with self._signals():
+        with self._signals():
+            try:
                 await self._uvicorn.serve(sockets=[self._sock])
-        finally:
-            ready.cancel()
-            self._loop = None
-            # Its thread may be in the middle of a step.
-            ended = await asyncio.to_thread(self.service.stop, _LAST_STEP_S)
+            finally:
+                ready.cancel()
+                why_not = await self._end_engine()
+                self._loop = None
         if self.service.engine.fatal is not None:
             raise KernelError(f"the engine has ended: {self.service.engine.fatal}")
-        if not ended:
-            raise KernelError(f"a step of the engine did not end within {_LAST_STEP_S:g} s")
+        if why_not is not None:
+            raise KernelError(why_not)
+
+    async def _end_engine(self) -> str | None:
+        """End the service's threads; return why the engine's has not ended, None if it has."""
+        self._waits_for_step = True
+        await asyncio.to_thread(self.service.stop)
+        end = time.monotonic() + _LAST_STEP_S
+        while not self.service.engine.has_ended:  # its thread may be in the middle of a step
+            if not self._waits_for_step:
+                return "a step of the engine had not ended when the server was told to end at once"
+            if time.monotonic() > end:
+                return f"a step of the engine did not end within {_LAST_STEP_S:g} s"
+            await asyncio.sleep(_LOOK_S)
+        return None
 
     async def _tell(self, on_ready: Callable[[], None]) -> None:
         while not self._uvicorn.started:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(_LOOK_S)
         on_ready()
 
     @contextlib.contextmanager
@@ -174,6 +193,9 @@ class Server:
 
     def _begin_to_stop(self) -> None:
         assert self._loop is not None, "only it calls this"
+        if self._waits_for_step:
+            self._waits_for_step = False
+            return
         if self._uvicorn.should_exit:
             self._end_at_once(self._loop)
             return
