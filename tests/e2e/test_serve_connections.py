@@ -42,7 +42,8 @@ def test_a_body_that_nobody_wants_holds_no_connection(running, monkeypatch, head
         sock.sendall(f"{head} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n".encode())
         assert sock.recv(65536).startswith(b"HTTP/1.1 ")
         sock.sendall(b"x")
-        assert sock.recv(100) == b""
+        while sock.recv(65536):  # until the server closes it
+            pass
 
 
 def test_the_end_of_an_answer_that_nobody_reads_holds_no_connection(running, monkeypatch):
@@ -58,7 +59,8 @@ def test_the_end_of_an_answer_that_nobody_reads_holds_no_connection(running, mon
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(running.address)
-            head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\n"
+            head += "Content-Type: application/json\r\n"
             sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
             def waiting() -> list[int]:

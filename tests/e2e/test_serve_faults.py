@@ -86,7 +86,7 @@ def test_openais_client_raises_what_ends_a_stream(lasting, monkeypatch):
 def test_an_error_in_the_books_ends_all_requests_once_and_the_engine_begins_anew(
     lasting, monkeypatch
 ):
-    update, calls = Scheduler.update, []
+    update, calls = Scheduler.update_columns, []
 
     def torn(self, *args):
         calls.append(1)
@@ -94,7 +94,7 @@ def test_an_error_in_the_books_ends_all_requests_once_and_the_engine_begins_anew
             raise AssertionError("two and two is five")
         return update(self, *args)
 
-    monkeypatch.setattr(Scheduler, "update", torn)
+    monkeypatch.setattr(Scheduler, "update_columns", torn)
     reply = lasting.post(COMPLETIONS, {**LONG, "stream": True})
     assert "interrupted" in events_of(reply.body)[-1]["error"]["message"]
     assert lasting.post(COMPLETIONS, BODY).status == 200
