@@ -158,12 +158,13 @@ class Request:
         else:
             if not out.token_ids:
                 self._note_first_token(completion)
+            text, detokenizer = "", completion.detokenizer
             if reason == "stop":
                 out.stop_reason = self._stop_reasons.get(token)
-            text, detokenizer = "", completion.detokenizer
-            if detokenizer is not None and (reason != "stop" or self._shows_stop):
-                text = detokenizer.push(token)
-                stops = completion.stops
+                if not self._shows_stop:
+                    detokenizer = None
+            if detokenizer is not None:
+                text, stops = detokenizer.push(token), completion.stops
                 # Before `min_tokens` it is too early for any stop.
                 if stops is not None and len(out.token_ids) + 1 >= self.params.min_tokens:
                     text, stopped = stops.push(text)

@@ -210,15 +210,15 @@ class SamplerState:
 
     def is_greedy(self, rows: Sequence[int]) -> bool:
         """Return whether all of `rows` take the largest of the model's logits, and nothing else."""
-        return self._special.isdisjoint(rows)
+        return not self._special or self._special.isdisjoint(rows)
 
     def is_usual(self, rows: Sequence[int]) -> bool:
         """Return whether the tables say all about `rows`: no rule has a say."""
-        return self._unusual.isdisjoint(rows)
+        return not self._unusual or self._unusual.isdisjoint(rows)
 
     def wanted_logprobs(self, rows: Sequence[int]) -> list[int | None]:
         """Return how many of the likeliest each of `rows` wants; None: no logprobs. []: none do."""
-        if self._with_logprobs.isdisjoint(rows):
+        if not self._with_logprobs or self._with_logprobs.isdisjoint(rows):
             return []
         return [self._rows[row].logprobs for row in rows]
 
