@@ -91,16 +91,18 @@ def test_a_late_abort_does_not_end_the_next_request_of_that_id(llm, monkeypatch)
         llm.add_request("x", prompt, greedy(8))
         assert drain(llm)["x"].outputs[0].finish_reason == "length"
 
-    update = Scheduler.update
+    update, calls = Scheduler.update_columns, []
 
     def aborting(*args):
+        calls.append(args)
         llm.abort("x")  # still there, and over when the next step begins
         return update(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Scheduler, "update", aborting)
+        patch.setattr(Scheduler, "update_columns", aborting)
         llm.add_request("x", prompt, greedy(1))
         assert drain(llm)["x"].outputs[0].finish_reason == "length"
+    assert calls
     llm.add_request("x", prompt, greedy(8))
     assert drain(llm)["x"].outputs[0].finish_reason == "length"
 
@@ -116,20 +118,24 @@ def test_a_stream_may_be_closed_in_the_middle_of_a_step(llm, monkeypatch):
     """The garbage collector closes an abandoned stream wherever it happens to run."""
     kept, lost = prompts_of([20, 33])
     expected = tokens_of(llm.generate(kept, greedy(12)))
-    for moment in ("schedule", "update", "add", "finish"):
+    for moment in ("schedule", "update_columns", "add", "finish"):
         stream = llm.stream(lost, greedy(100))
         next(stream)
-        function = getattr(Scheduler, moment)
+        llm.add_request("aborted", lost, greedy(100))
+        llm.abort("aborted")  # calls `finish` when the next step begins
+        function, calls = getattr(Scheduler, moment), []
 
-        def closing(*args, function=function, stream=stream):
+        def closing(*args, function=function, stream=stream, calls=calls):
+            calls.append(args)
             stream.close()
             return function(*args)
 
         with monkeypatch.context() as patch:
             patch.setattr(Scheduler, moment, closing)
             assert tokens_of(llm.generate(kept, greedy(12))) == expected
+        assert calls
         stream.close()
-        assert drain(llm) == {}
+        assert drain(llm).keys() == {"aborted"}
         assert all_blocks_came_back(llm)
 
 
