@@ -12,7 +12,7 @@ import pytest
 
 from support.servers import MODEL, serving, wait_until
 from tvr import demo
-from tvr.serve import protocol
+from tvr.serve import listener, protocol
 
 COMPLETIONS = "/v1/completions"
 LONG = {"model": MODEL, "prompt": "ROMEO:", "max_tokens": 900, "ignore_eos": True}
@@ -50,9 +50,9 @@ def test_the_end_of_an_answer_that_nobody_reads_holds_no_connection(running, mon
     """What is left of it may be less than what makes the server wait before it sends more."""
     monkeypatch.setattr(protocol, "_PATIENCE_S", 0.1)
     monkeypatch.setattr(protocol, "_READ_PATIENCE_S", 0.3)
-    listener = running.server._sock  # those it accepts are as it is
-    before = listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    accepting = running.server._sock  # those it accepts are as it is
+    before = accepting.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    accepting.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     held = num_connections(running)
     body = json.dumps({"prompt": "a b c d " * 1500}).encode()
     try:
@@ -70,7 +70,7 @@ def test_the_end_of_an_answer_that_nobody_reads_holds_no_connection(running, mon
             wait_until(lambda: any(0 < size < 1 << 16 for size in waiting()))
             wait_until(lambda: num_connections(running) == held)
     finally:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, before // 2)  # Linux doubles it
+        accepting.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, before // 2)  # Linux doubles it
 
 
 @pytest.mark.parametrize("ahead", [b"\r\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
@@ -115,3 +115,36 @@ def test_a_body_is_not_kept_while_its_answer_waits(running):
         finally:
             tracemalloc.stop()
     assert kept < 2 * size
+
+
+@pytest.mark.parametrize(("version", "chunked"), [("1.0", False), ("1.1", False), ("1.1", True)])
+def test_a_refusal_reaches_a_client_that_sends_on_and_closes(running, version, chunked):
+    """The connection was reset: in place of 401, 404 or 429 it saw a server that was gone."""
+    size = 7_000_000
+    rest = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
+    head = f"POST /no-such-route HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\n{rest}"
+    body = b"x" * size
+    if chunked:
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (size, body)
+    with socket.create_connection(running.address, timeout=60) as sock:
+        sock.sendall(f"{head}\r\n\r\n".encode())
+        time.sleep(0.2)  # for an answer before the body
+        sock.sendall(body)
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert b" 404 " in answer
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+
+
+def test_a_refusal_waits_only_so_long_for_a_body(running, monkeypatch):
+    monkeypatch.setattr(listener, "_PATIENCE_S", 0.2)
+    with socket.create_connection(running.address, timeout=60) as sock:
+        sock.sendall(b"POST /x HTTP/1.0\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n1")
+        assert b" 404 " in sock.recv(65536)
+
+
+def test_a_client_that_asks_whether_to_send_is_refused_before_it_does(running):
+    with socket.create_connection(running.address, timeout=60) as sock:
+        head = "POST /x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 9\r\n"
+        sock.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 404 ")

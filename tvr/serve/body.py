@@ -19,7 +19,7 @@ _PATIENCE_S = 60.0
 
 #: A body over the limit is read on this far and dropped, so that its sender, who may not listen
 #: before all is sent, gets the refusal and not a broken connection.
-_MOST_DROPPED = 64 << 20
+MOST_DROPPED = 64 << 20
 
 #: All bodies in memory together may have as many bytes as this many of the longest.
 _LONGEST_AT_ONCE = 16
@@ -83,7 +83,7 @@ class BodyReader:
                 self.held -= len(body)
                 body.clear()
                 num_dropped += len(chunk)
-                if num_dropped > _MOST_DROPPED:
+                if num_dropped > MOST_DROPPED:
                     break
                 continue
             if self.held + len(chunk) > _LONGEST_AT_ONCE * self.max_bytes:

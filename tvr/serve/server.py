@@ -22,6 +22,7 @@ from tvr.serve.app import create_app
 from tvr.serve.errors import ApiError
 from tvr.serve.farewell import Farewell
 from tvr.serve.gate import Gate
+from tvr.serve.listener import Listener
 from tvr.serve.protocol import PatientProtocol
 from tvr.serve.service import Service
 
@@ -90,7 +91,7 @@ class Server:
         gate = Gate(create_app(service), service.settings.api_keys, is_local=_is_local(sock))
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
-                Farewell(gate),
+                Farewell(Listener(gate)),  # who is cut off is not heard out
                 http=PatientProtocol,
                 ws="none",
                 lifespan="off",
