@@ -297,6 +297,22 @@ def test_a_missing_source_is_named(tmp_path, sources):
         compiler(nvcc, sources).compile(KernelVariant(source="nothing", dtype="float32"), 90)
 
 
+def test_a_source_that_cannot_be_read_is_named(tmp_path, sources):
+    """It was an error without a type, and the other kernels of a build were not compiled."""
+    (sources / "folder.cu").mkdir()
+    nvcc = fake_nvcc(tmp_path / "bin")
+    with pytest.raises(KernelError, match=r"source .*/folder\.cu cannot be read: Is a directory$"):
+        compiler(nvcc, sources).compile(KernelVariant(source="folder", dtype="float32"), 90)
+
+
+@pytest.mark.parametrize("included", [".", "tiles.cuh/x"])
+def test_an_include_that_is_no_file_is_the_compilers_to_refuse(included, tmp_path, sources):
+    (sources / "scale.cu").write_text(f'#include "{included}"\n')
+    printed = f"{sources}/scale.cu:1:10: fatal error: {included}: no such file"
+    nvcc = fake_nvcc(tmp_path / "bin", body=f"echo '{printed}'; exit 1")
+    assert failure(nvcc, sources).found == f"scale.cu:1: error: {included}: no such file"
+
+
 def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path, sources):
     nvcc = fake_nvcc(tmp_path / "bin")
     (tmp_path / "cache").write_text("in the way")
@@ -373,6 +389,35 @@ def test_what_a_killed_compiler_left_is_removed_and_what_a_running_one_uses_is_n
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     assert list(cache.glob(".compiling-*")) == []
+
+
+def test_a_file_that_cannot_be_removed_is_an_error_that_says_how_far_it_got(
+    tmp_path, sources, monkeypatch
+):
+    """Root may remove whatever it likes, so it is the call that fails."""
+    nvcc = fake_nvcc(tmp_path / "bin")
+    folder = compiler(nvcc, sources).compile(SCALE, 90)[0].cubin.parent
+
+    def refuse(file: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    message = f"cannot be removed from {folder}: Permission denied; 0 were"
+    with pytest.raises(KernelError, match=re.escape(message)):
+        KernelCache(folder).clean()
+
+
+def test_a_cache_folder_that_cannot_be_read_says_what_to_set(tmp_path, sources, monkeypatch):
+    nvcc = fake_nvcc(tmp_path / "bin")
+    folder = compiler(nvcc, sources).compile(SCALE, 90)[0].cubin.parent
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    for ask in (KernelCache(folder).kernels, KernelCache(folder).clean):
+        with pytest.raises(KernelError, match=r"cannot be read: Permission denied; set XDG_CACHE"):
+            ask()
 
 
 def test_clean_of_an_empty_cache_takes_the_folder_too(tmp_path, sources):

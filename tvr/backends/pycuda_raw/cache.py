@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tvr.backends.pycuda_raw.nvcc_log import Resources
 from tvr.backends.pycuda_raw.scratch import remove_left
-from tvr.errors import ConfigError
+from tvr.errors import ConfigError, KernelError
 
 #: The keys of `[options.pycuda]`.
 OPTIONS = ("cache_dir",)
@@ -131,7 +131,11 @@ class KernelCache:
         os.replace(compiled, kernel.cubin)
 
     def kernels(self) -> list[CompiledKernel]:
-        """Return every whole kernel, by name."""
+        """Return every whole kernel, by name.
+
+        Raises:
+            KernelError: the folder cannot be read.
+        """
         found = (self.load(file) for file in self._files() if file.suffix == ".cubin")
         return [kernel for kernel in found if kernel is not None]
 
@@ -139,19 +143,35 @@ class KernelCache:
         """Remove every kernel and what killed compilers left; return how many, and the bytes.
 
         Files that the cache did not write stay, and so does the folder if it has any.
+
+        Raises:
+            KernelError: a file cannot be removed, or the folder cannot be read.
         """
         kernels, size = 0, 0
-        for file in self._files():
-            size += file.stat().st_size
-            kernels += file.suffix == ".cubin"
-            file.unlink()
-        size += remove_left(self.folder)
-        if self.folder.is_dir() and not any(self.folder.iterdir()):
-            self.folder.rmdir()
+        try:
+            for file in self._files():
+                num_bytes = file.stat().st_size
+                file.unlink()
+                size += num_bytes
+                kernels += file.suffix == ".cubin"
+            size += remove_left(self.folder)
+            if self.folder.is_dir() and not any(self.folder.iterdir()):
+                self.folder.rmdir()
+        except OSError as error:
+            raise KernelError(
+                f"compiled kernels cannot be removed from {self.folder}: {error.strerror}; "
+                f"{kernels} were"
+            ) from error
         return kernels, size
 
     def _files(self) -> list[Path]:
-        if not self.folder.is_dir():
-            return []
-        named = (file for file in self.folder.iterdir() if _FILE.fullmatch(file.name))
-        return sorted(file for file in named if file.is_file())
+        try:
+            if not self.folder.is_dir():
+                return []
+            named = (file for file in self.folder.iterdir() if _FILE.fullmatch(file.name))
+            return sorted(file for file in named if file.is_file())
+        except OSError as error:
+            raise KernelError(
+                f"the folder of compiled kernels {self.folder} cannot be read: {error.strerror}; "
+                "set XDG_CACHE_HOME, or cache_dir under [options.pycuda], to another"
+            ) from error

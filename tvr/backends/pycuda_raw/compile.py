@@ -57,8 +57,8 @@ def compile_variant(
 
     Raises:
         CompileError: nvcc refused the source, or ended without a result.
-        KernelError: no nvcc, or it does not know `sm`; no such source; a cache that cannot be
-            written.
+        KernelError: no nvcc, or it does not know `sm`; no such source, or one that cannot be
+            read; a cache that cannot be written.
     """
     return Compiler(find_nvcc(), cache_dir, source_dir).compile(variant, sm)[0].cubin
 
@@ -128,7 +128,7 @@ class Compiler:
             [*FLAGS, *variant.flags, *flag_variables()],
             _texts(self.source_dir / f"{variant.source}.cu", self.source_dir),
         ]
-        return sha256(json.dumps(made_from).encode()).hexdigest()
+        return sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
 
     def _run(self, variant: KernelVariant, sm: int, compiled: Path) -> tuple[Resources, str]:
         """Compile into the file `compiled` and return what the kernel takes, and the log."""
@@ -198,6 +198,12 @@ def _texts(file: Path, source_dir: Path) -> dict[str, str]:
             if not texts:
                 raise KernelError(f"there is no kernel source {file}") from None
             continue  # the compiler will say so, or leaves it out
+        except OSError as error:  # a folder, or not ours to read
+            if not texts:
+                raise KernelError(
+                    f"kernel source {file} cannot be read: {error.strerror}"
+                ) from error
+            continue  # likewise
         for included in _INCLUDE.findall(texts[name]):
             waiting += {file.parent / included, source_dir / included}
     return texts
