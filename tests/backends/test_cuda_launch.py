@@ -8,8 +8,14 @@ import re
 import pytest
 import torch
 
+from tvr.backends.pycuda_raw.decode import combine_params, one_pass_params, split_params
+from tvr.backends.pycuda_raw.kv import kv_write_params
 from tvr.backends.pycuda_raw.launch import Kernel, float32, int32, int64, tensor
+from tvr.backends.pycuda_raw.linear import linear_params
+from tvr.backends.pycuda_raw.prefill_kernel import prefill_params
+from tvr.backends.pycuda_raw.rope import rope_kv_write_params
 from tvr.backends.pycuda_raw.variants import KernelVariant
+from tvr.contract import DTYPES
 from tvr.errors import KernelError
 
 PARAMS = (
@@ -102,6 +108,77 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(x, message):
     with pytest.raises(KernelError, match=f"^{re.escape(wanted)}$"):
         kernel_on(gpu)((1,), x, 4, 8, 0.5, None)
     assert gpu.launches == []
+
+
+class AnyGpu(RecordingGpu):
+    """Takes kernels of any parameters."""
+
+    def load(self, variant, params, shared_bytes):
+        return lambda *launched: self.launches.append(launched)
+
+
+def cache_kernel(gpu) -> Kernel:
+    variant = KernelVariant(source="some", dtype="bfloat16", head_dim=64)
+    params = (
+        tensor("k_cache", "bfloat16", inner=3),
+        tensor("out", "bfloat16", inner=2, alignment=16),
+    )
+    return Kernel(gpu, variant, params, block=128)
+
+
+def test_blocks_of_a_cache_may_lie_apart_and_one_head_may_have_any_stride():
+    gpu, both = AnyGpu(), torch.zeros(5, 2, 4, 16, 8, dtype=torch.bfloat16)
+    one_head = torch.zeros(5, 3, 16, 8, dtype=torch.bfloat16)[:, 1:2]
+    for k_cache in (both[:, 0], both[:, 1], one_head, both[:0, 1]):
+        cache_kernel(gpu)((1,), k_cache, some_tensor())
+    assert len(gpu.launches) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "message"),
+    [
+        (
+            "k_cache",
+            torch.zeros(5, 16, 4, 8, dtype=torch.bfloat16).transpose(1, 2),
+            "(5, 4, 16, 8) has strides (512, 8, 32, 1); its last 3 dimensions must be contiguous",
+        ),
+        (
+            "out",
+            some_tensor()[:, :4],
+            "(4, 4) has strides (8, 1); its last 2 dimensions must be contiguous",
+        ),
+        (
+            "out",
+            torch.zeros(40, dtype=torch.bfloat16)[4:36].view(4, 8),
+            "begins 8 bytes behind a multiple of 16; it is written so many at a time: give a "
+            "tensor that begins at one",
+        ),
+    ],
+)
+def test_strides_that_the_kernel_is_not_given_and_odd_addresses_are_refused(name, x, message):
+    gpu = AnyGpu()
+    cache = torch.zeros(5, 4, 16, 8, dtype=torch.bfloat16)
+    given = {"k_cache": cache, "out": some_tensor(), name: x}
+    with pytest.raises(KernelError, match=f"^{re.escape(f'some_bf16_h64: {name} {message}')}$"):
+        cache_kernel(gpu)((1,), given["k_cache"], given["out"])
+    assert gpu.launches == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_kernel_is_given_caches_and_outputs_that_it_can_use(dtype):
+    """A write to a strided output went astray, one to an odd address ended the context."""
+    packed = {"k_cache": 3, "v_cache": 3, "out": 3, "lse": 2}
+    for of in (split_params, one_pass_params, combine_params, prefill_params):
+        params = of(dtype)
+        found = {p.name: p.inner for p in params if p.name in packed}
+        assert found == {name: packed[name] for name in found}
+        assert {"out", "lse"} <= set(found)
+        (out,) = (p for p in params if p.name == "out")
+        quad = 4 * getattr(torch, dtype).itemsize
+        assert out.alignment == (16 if of is prefill_params else quad)
+    for params in (kv_write_params(dtype), rope_kv_write_params(dtype)):
+        assert [p.inner for p in params if p.name in ("k_cache", "v_cache")] == [3, 3]
+    assert [p.inner for p in linear_params(dtype, dtype) if p.name == "out"] == [2]
 
 
 def test_rows_may_be_strided():

@@ -123,6 +123,14 @@ def test_a_residual_that_cannot_be_filled_by_rows_is_refused(gpu):
         add_norm(x, residual, weight, eps=_EPS, out=out, residual_out=residual)
 
 
+def test_an_output_that_cannot_be_filled_by_rows_is_refused(gpu):
+    """What was written to a copy of it was lost."""
+    norm = _run(RmsNormSpec(dtype="float32", hidden_size=64), gpu)
+    out = torch.empty(3, 5, 64)[:, :4]
+    with pytest.raises(KernelError, match=r"rms_norm: out \(3, 4, 64\) has strides"):
+        norm(torch.zeros(3, 4, 64), torch.ones(64), eps=_EPS, out=out)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 63, 72, 2500])
 def test_activations_of_any_width_and_stride_are_right(gpu, dtype, width):

@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tvr.backends.pycuda_raw.decode_shape import decode_shape, decode_variant, plan_variant
+from tvr.backends.pycuda_raw.decode_shape import (
+    ITEM_BYTES,
+    decode_shape,
+    decode_variant,
+    plan_variant,
+)
 from tvr.backends.pycuda_raw.decode_workspace import Layout, split_rule
 from tvr.backends.pycuda_raw.launch import Gpu, Kernel, Param, float32, int32, int64, tensor
 from tvr.contract import AttentionDecodeSpec, BoundOp, Bounds, StepMeta
@@ -14,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PLAN_THREADS = 1024
+_QUAD = 4  # channels that a thread writes at once: QUAD in partials.cuh
 
 PLAN_PARAMS = (
     tensor("seq_lens", "int32"),
@@ -31,14 +37,17 @@ PLAN_PARAMS = (
 def _inputs(dtype: str) -> tuple[Param, ...]:
     return (
         tensor("q", dtype),
-        tensor("k_cache", dtype),
-        tensor("v_cache", dtype),
+        tensor("k_cache", dtype, inner=3),
+        tensor("v_cache", dtype, inner=3),
         tensor("block_table", "int32"),
     )
 
 
 def _outputs(dtype: str) -> tuple[Param, ...]:
-    return tensor("out", dtype), tensor("lse", "float32", optional=True)
+    return (
+        tensor("out", dtype, inner=3, alignment=_QUAD * ITEM_BYTES[dtype]),
+        tensor("lse", "float32", optional=True, inner=2),
+    )
 
 
 _SIZES = (

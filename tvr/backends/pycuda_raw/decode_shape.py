@@ -10,7 +10,7 @@ from tvr.contract import AttentionDecodeSpec
 #: Tokens of a slice: what a warp takes at a time.
 SLICE = 16
 
-_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _TILE_HEADS = 8  # columns of a tensor-core tile
 _STATE_PAD = 4  # floats behind a head's state
 _SCALE_BYTES = 8  # maximum and sum of a state
@@ -68,7 +68,7 @@ class DecodeShape:
 
 def decode_shape(spec: AttentionDecodeSpec, max_shared_bytes: int) -> DecodeShape:
     """Return the constants for a device whose blocks have at most so much shared memory."""
-    item_bytes = _ITEM_BYTES[spec.dtype]
+    item_bytes = ITEM_BYTES[spec.dtype]
     # Two tiles hold 16 heads, if the registers of a thread do: they hold O and Q.
     wide = spec.group_size > _TILE_HEADS and item_bytes == 2 and spec.head_dim <= 128
     group_tiles = 2 if wide else 1

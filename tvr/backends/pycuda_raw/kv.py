@@ -18,7 +18,8 @@ _MOST_THREADS = 512
 def kv_write_params(dtype: str) -> tuple[Param, ...]:
     """Return the parameters of `kv_write.cu`."""
     return (
-        *(tensor(name, dtype) for name in ("k", "v", "k_cache", "v_cache")),
+        *(tensor(name, dtype) for name in ("k", "v")),
+        *(tensor(name, dtype, inner=3) for name in ("k_cache", "v_cache")),
         tensor("slot_mapping", "int64"),
         *map(int64, ("k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride")),
         *map(int64, ("k_block_stride", "v_block_stride")),

@@ -55,17 +55,24 @@ class Param:
         code: `struct`'s code of it: "P" pointer, "i" int32, "q" int64, "f" float32.
         dtype: of the tensor a pointer points to, in the contract's words.
         optional: a pointer that may be None.
+        inner: dimensions of the tensor, the last ones, that must be contiguous together: those
+            whose strides the kernel is not given.
+        alignment: bytes that the address must be a multiple of.
     """
 
     name: str
     code: str
     dtype: str = ""
     optional: bool = False
+    inner: int = 1
+    alignment: int = 1
 
 
-def tensor(name: str, dtype: str, *, optional: bool = False) -> Param:
-    """A pointer to a tensor whose last dimension is contiguous."""
-    return Param(name, "P", dtype, optional)
+def tensor(
+    name: str, dtype: str, *, optional: bool = False, inner: int = 1, alignment: int = 1
+) -> Param:
+    """A pointer to a tensor whose last `inner` dimensions are contiguous."""
+    return Param(name, "P", dtype, optional, inner, alignment)
 
 
 def int32(name: str) -> Param:
@@ -118,8 +125,9 @@ class Kernel:
         """Launch `grid` blocks (x, or x and y and z) with one argument for each parameter.
 
         Raises:
-            KernelError: a tensor of another dtype, on another device, or whose last dimension is
-                not contiguous; or the launch was refused. The kernel is named.
+            KernelError: a tensor of another dtype, on another device, with strides that the kernel
+                does not expect, or at an address that it cannot use; or the launch was refused.
+                The kernel is named.
         """
         if 0 in grid:
             return  # a step of no tokens is legal, a grid of no blocks is not
@@ -149,7 +157,28 @@ class Kernel:
         if arg.dim() and arg.stride(-1) != 1 and arg.shape[-1] > 1:
             found = f"has stride {arg.stride(-1)} in its last dimension"
             raise self._refusal(param, found, "that must be contiguous")
-        return arg.data_ptr()
+        if param.inner > 1 and not (arg.is_contiguous() or _is_packed(arg, param.inner)):
+            found = f"{tuple(arg.shape)} has strides {arg.stride()}"
+            wanted = f"its last {param.inner} dimensions must be contiguous"
+            raise self._refusal(param, found, wanted)
+        address = arg.data_ptr()
+        if address % param.alignment:
+            raise self._refusal(
+                param,
+                f"begins {address % param.alignment} bytes behind a multiple of {param.alignment}",
+                "it is written so many at a time: give a tensor that begins at one",
+            )
+        return address
 
     def _refusal(self, param: Param, found: str, wanted: str) -> KernelError:
         return KernelError(f"{self._name}: {param.name} {found}; {wanted}")
+
+
+def _is_packed(x: Tensor, inner: int) -> bool:
+    """Return whether the last `inner` dimensions of a tensor are contiguous together."""
+    expected = 1
+    for size, stride in zip(x.shape[: -inner - 1 : -1], x.stride()[: -inner - 1 : -1], strict=True):
+        if stride != expected and size != 1:
+            return False
+        expected *= size
+    return True

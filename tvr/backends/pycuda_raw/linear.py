@@ -28,7 +28,7 @@ def linear_params(dtype: str, out_dtype: str) -> tuple[Param, ...]:
         tensor("x", dtype),
         tensor("weight", dtype),
         tensor("bias", dtype, optional=True),
-        tensor("out", out_dtype),
+        tensor("out", out_dtype, inner=2),
         *map(int32, ("num_rows", "in_features", "out_features")),
         *map(int64, ("x_stride", "weight_stride")),
         *map(int32, ("packed", "out_dtype")),

@@ -48,7 +48,7 @@ def bind_rms_norm(spec: RmsNormSpec, gpu: Gpu) -> BoundOp:
 
     def run(x: Tensor, weight: Tensor, *, eps: float, out: Tensor) -> Tensor:
         """Normalise in fp32, round to x's dtype, multiply by the weight and round again."""
-        rows, to = _as_rows(x), _as_rows(out)
+        rows, to = _as_rows(x), _rows_to_fill("rms_norm: out", out)
         kernel((len(rows),), rows, weight, to, rows.stride(0), to.stride(0), hidden, eps)
         return out
 
@@ -74,8 +74,9 @@ def bind_add_rms_norm(spec: AddRmsNormSpec, gpu: Gpu) -> BoundOp:
         residual_out: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Add, round to the activation dtype, then `rms_norm` of the rounded sum."""
-        rows, added, to = _as_rows(x), _as_rows(residual), _as_rows(out)
-        sums = _rows_to_fill(residual_out)
+        rows, added = _as_rows(x), _as_rows(residual)
+        to = _rows_to_fill("add_rms_norm: out", out)
+        sums = _rows_to_fill("add_rms_norm: residual_out", residual_out)
         kernel(
             (len(rows),),
             rows,
@@ -106,12 +107,12 @@ def _as_rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _rows_to_fill(residual_out: Tensor) -> Tensor:
-    """Return the output that need not be contiguous as [rows, hidden], the same memory."""
-    rows = _as_rows(residual_out)
-    if rows.data_ptr() != residual_out.data_ptr():
+def _rows_to_fill(name: str, x: Tensor) -> Tensor:
+    """Return an output as [rows, hidden], the same memory: what is written to a copy is lost."""
+    rows = _as_rows(x)
+    if rows.data_ptr() != x.data_ptr():
         raise KernelError(
-            f"add_rms_norm: residual_out {tuple(residual_out.shape)} has strides "
-            f"{residual_out.stride()}; its rows must all be as far apart: give a contiguous one"
+            f"{name} {tuple(x.shape)} has strides {x.stride()}; its rows must all be as far "
+            "apart: give a contiguous one"
         )
     return rows

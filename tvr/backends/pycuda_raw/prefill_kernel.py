@@ -10,14 +10,17 @@ from tvr.backends.pycuda_raw.launch import Gpu, Kernel, Param, float32, int32, i
 from tvr.backends.pycuda_raw.variants import KernelVariant
 from tvr.contract import AttentionPrefillSpec, StepMeta
 
+_STORE_BYTES = 16  # what a thread writes at once
+
 
 def prefill_params(dtype: str) -> tuple[Param, ...]:
     """Return the parameters of `prefill.cu`, `prefill_fp32.cu` and `prefill_sm90.cu`."""
     return (
-        *(tensor(name, dtype) for name in ("q", "k_cache", "v_cache")),
+        tensor("q", dtype),
+        *(tensor(name, dtype, inner=3) for name in ("k_cache", "v_cache")),
         *(tensor(name, "int32") for name in ("block_table", "seq_lens", "cu_seqlens_q")),
-        tensor("out", dtype),
-        tensor("lse", "float32", optional=True),
+        tensor("out", dtype, inner=3, alignment=_STORE_BYTES),
+        tensor("lse", "float32", optional=True, inner=2),
         *map(int64, ("q_token_stride", "q_head_stride", "k_block_stride", "v_block_stride")),
         int64("table_stride"),
         *map(int32, ("num_seqs", "num_kv_heads", "group_size", "block_shift")),

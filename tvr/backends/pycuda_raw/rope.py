@@ -34,7 +34,7 @@ def rope_kv_write_params(dtype: str) -> tuple[Param, ...]:
         *(tensor(name, dtype) for name in ("q", "k", "v")),
         tensor("positions", "int64"),
         tensor("cos_sin_cache", "float32"),
-        *(tensor(name, dtype) for name in ("k_cache", "v_cache")),
+        *(tensor(name, dtype, inner=3) for name in ("k_cache", "v_cache")),
         tensor("slot_mapping", "int64"),
         *(tensor(name, dtype) for name in ("q_out", "k_out")),
         *_strides("q", "k", "v", "q_out", "k_out"),
