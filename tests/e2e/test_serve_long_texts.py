@@ -78,6 +78,18 @@ def test_closing_ends_a_call_that_is_under_way(apart):
         os.kill(pid, 0)
 
 
+def test_a_call_that_is_cancelled_keeps_no_memory_while_others_go_on(apart):
+    """Bodies of clients that had left stayed in the queue, and counted no more."""
+    apart.submit("pid", b"").result(60)
+    apart.submit("sleep", b"")
+    data = os.urandom(1000)
+    before = sys.getrefcount(data)
+    call = apart.submit("twice", data)
+    assert sys.getrefcount(data) == before + 1
+    assert call.cancel()
+    assert sys.getrefcount(data) == before
+
+
 def test_a_process_that_ends_between_calls_costs_none(apart):
     pid = apart.submit("pid", b"").result(60)
     os.kill(pid, signal.SIGKILL)

@@ -56,7 +56,10 @@ class Apart:
 
         The result has an ApiError, 503, if the process ends before that.
         """
-        return self._thread.submit(self._call, method, argument)
+        held = [argument]
+        call = self._thread.submit(self._call, method, held)
+        call.add_done_callback(lambda call: held.clear())  # a cancelled one stays in the queue
+        return call
 
     def close(self) -> None:
         """End the process, in the middle of a call if there is one."""
@@ -67,10 +70,10 @@ class Apart:
         self._thread.shutdown(cancel_futures=True)
         self._end()
 
-    def _call(self, method: str, argument: bytes) -> object:
+    def _call(self, method: str, held: list[bytes]) -> object:
         try:
             calls, answers = self._pipes()
-            pickle.dump((method, argument), calls)
+            pickle.dump((method, held[0]), calls)
             calls.flush()
             result: object = pickle.load(answers)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
