@@ -19,6 +19,7 @@ from tvr.backends.pycuda_raw.cache import KernelCache, configured_cache_dir, def
 from tvr.backends.pycuda_raw.compile import Compiler
 from tvr.backends.pycuda_raw.nvcc import find_nvcc
 from tvr.backends.pycuda_raw.variants import KernelVariant
+from tvr.cli.kernels_text import kernel_table
 from tvr.errors import CompileError, ConfigError, KernelError
 
 SCALE = KernelVariant(source="scale", dtype="float32")
@@ -163,6 +164,7 @@ import sys
 from pathlib import Path
 from tvr.backends.pycuda_raw.compile import compile_variant
 from tvr.backends.pycuda_raw.variants import KernelVariant
+from tvr.cli.kernels_text import kernel_table
 cache, sources = map(Path, sys.argv[1:])
 variant = KernelVariant(source="scale", dtype="float32")
 print(compile_variant(variant, 90, cache_dir=cache, source_dir=sources))
@@ -405,6 +407,19 @@ def test_a_file_that_cannot_be_removed_is_an_error_that_says_how_far_it_got(
     message = f"cannot be removed from {folder}: Permission denied; 0 were"
     with pytest.raises(KernelError, match=re.escape(message)):
         KernelCache(folder).clean()
+
+
+def test_what_another_process_removes_meanwhile_is_neither_listed_nor_missed(
+    tmp_path, sources, monkeypatch
+):
+    kernel, _ = compiler(fake_nvcc(tmp_path / "bin"), sources).compile(SCALE, 90)
+    cache = KernelCache(kernel.cubin.parent)
+    seen = {name: getattr(cache, name)() for name in ("kernels", "_files")}
+    assert cache.clean()[0] == len(seen["kernels"]) == 1
+    for name, found in seen.items():
+        monkeypatch.setattr(cache, name, lambda found=found: found)
+    assert kernel_table(cache, 0.0) == [f"0 kernels, 0.0 kB, in {cache.folder}"]
+    assert cache.clean() == (0, 0)
 
 
 def test_a_cache_folder_that_cannot_be_read_says_what_to_set(tmp_path, sources, monkeypatch):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -114,19 +115,22 @@ class Report:
 
 def kernel_table(cache: KernelCache, now: float) -> list[str]:
     """Return a line for each kernel in the cache, and one for all."""
-    kernels = cache.kernels()
-    size = sum(kernel.cubin.stat().st_size for kernel in kernels)
+    kernels = []
+    for kernel in cache.kernels():
+        with suppress(FileNotFoundError):  # another process has removed it since
+            kernels.append((kernel, kernel.cubin.stat()))
+    size = sum(status.st_size for _, status in kernels)
     total = f"{len(kernels)} kernels, {size_text(size)}, in {cache.folder}"
     if not kernels:
         return [total]
     rows: list[tuple[str, ...]]
     rows = [("kernel", "arch", "registers", "shared", "spills", "size", "age", "constants")]
-    rows += [_row(kernel, now) for kernel in kernels]
+    rows += [_row(kernel, status, now) for kernel, status in kernels]
     return [*columns(rows, right=range(2, 7)), total]
 
 
-def _row(kernel: CompiledKernel, now: float) -> tuple[str, ...]:
-    status, taken = kernel.cubin.stat(), kernel.resources
+def _row(kernel: CompiledKernel, status: os.stat_result, now: float) -> tuple[str, ...]:
+    taken = kernel.resources
     return (
         kernel.symbol,
         kernel.arch,

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -150,13 +151,15 @@ class KernelCache:
         kernels, size = 0, 0
         try:
             for file in self._files():
-                num_bytes = file.stat().st_size
-                file.unlink()
-                size += num_bytes
-                kernels += file.suffix == ".cubin"
+                with suppress(FileNotFoundError):  # another process was faster
+                    num_bytes = file.stat().st_size
+                    file.unlink()
+                    size += num_bytes
+                    kernels += file.suffix == ".cubin"
             size += remove_left(self.folder)
             if self.folder.is_dir() and not any(self.folder.iterdir()):
-                self.folder.rmdir()
+                with suppress(OSError):  # it is gone, or another process has begun to fill it
+                    self.folder.rmdir()
         except OSError as error:
             raise KernelError(
                 f"compiled kernels cannot be removed from {self.folder}: {error.strerror}; "
