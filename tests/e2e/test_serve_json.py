@@ -18,14 +18,14 @@ _compact = json.JSONEncoder(separators=(",", ":")).encode
 def longest(monkeypatch):
     """Lengths of what single calls of the encoder have given."""
     lengths: list[int] = []
-    encode = json_answer._encode
+    encode = json_answer.json_text
 
     def watched(content: object) -> str:
         text = encode(content)
         lengths.append(len(text))
         return text
 
-    monkeypatch.setattr(json_answer, "_encode", watched)
+    monkeypatch.setattr(json_answer, "json_text", watched)
     return lengths
 
 

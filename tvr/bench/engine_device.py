@@ -33,7 +33,7 @@ def decode_device_ms(
         prompts, output_len, sampling: as they are timed.
 
     Returns:
-        None where no graph has the whole of a step from its arrays to its tokens, or the
+        None at all where no graph has the whole of a step from its arrays to its tokens, or the
         answers are so short that not all requests decode together.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from http import HTTPStatus
@@ -17,7 +16,7 @@ from tvr.core.step_result import NO_TOKEN
 from tvr.serve.deltas import Delivery, Delta, complete
 from tvr.serve.errors import ApiError, bad_request
 from tvr.serve.job import Job
-from tvr.serve.json_answer import JsonAnswer, encode_long
+from tvr.serve.json_answer import JsonAnswer, encode_long, json_text
 from tvr.serve.requests import StreamOptions
 from tvr.serve.shapes import Shape
 from tvr.serve.usage import Usage
@@ -33,7 +32,6 @@ _MANY = 32
 #: Characters of answers that take about a millisecond to encode.
 _MOST_CHARS = 100_000
 
-_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _FAILED = ("error", "abort")
 _DONE = b"data: [DONE]\n\n"
 _HEADERS = [
@@ -108,7 +106,7 @@ def _assembled(shape: Shape, deliveries: list[Delivery]) -> Response:
     for delivery in map(complete, sorted(deliveries, key=lambda d: d.prompt)):
         usage.add(delivery)
         choices += shape.whole(delivery)
-    head = _encode({**shape.whole_head, "usage": usage.counts}).removesuffix("}")
+    head = json_text({**shape.whole_head, "usage": usage.counts}).removesuffix("}")
     body = f'{head},"choices":[{",".join(map(encode_long, choices))}]}}'
     return JsonAnswer(body.encode())
 
@@ -155,7 +153,7 @@ class EventStream(Response):
                         work = partial(self._events, delivery, encode_long)
                         events += await self._in_pool(work)
                     else:
-                        events += self._events(delivery, _encode)
+                        events += self._events(delivery, json_text)
                     _check(delivery.deltas, self._job)
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 events = b""
@@ -182,7 +180,7 @@ class EventStream(Response):
         return b"".join(_event({**head, "choices": [choice]}, encode) for choice in choices)
 
 
-def _event(content: dict[str, Any], encode: Callable[[object], str] = _encode) -> bytes:
+def _event(content: dict[str, Any], encode: Callable[[object], str] = json_text) -> bytes:
     return b"data: %b\n\n" % encode(content).encode()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from http import HTTPStatus
@@ -11,8 +10,7 @@ from typing import Any
 from starlette.responses import Response
 
 from tvr.errors import TvrError
-
-_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+from tvr.serve.json_answer import json_text
 
 _KINDS = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -87,7 +85,7 @@ def check_model(name: str, served: tuple[str, ...]) -> None:
 
 def encode_json(content: object) -> bytes:
     """Return `content` as JSON; escapes keep it ASCII, whatever a client has sent."""
-    return _encode(content).encode()
+    return json_text(content).encode()
 
 
 def json_response(

@@ -1,4 +1,4 @@
-"""A whole answer, which may be long."""
+"""JSON as it is sent, and a whole answer of it, which may be long."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from http import HTTPStatus
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+#: Escapes keep it ASCII, whatever a client has sent.
+json_text = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 #: Items of a list that are encoded at a time. With twenty log-probabilities each, that takes a
 #: millisecond or two.
@@ -26,14 +27,14 @@ def encode_long(content: object) -> str:
     tokens has log-probabilities.
     """
     if isinstance(content, dict):
-        fields = (f"{_encode(str(name))}:{encode_long(value)}" for name, value in content.items())
+        fields = (f"{json_text(str(name))}:{encode_long(value)}" for name, value in content.items())
         return f"{{{','.join(fields)}}}"
     if isinstance(content, list):
         if len(content) <= _ITEMS:
             return f"[{','.join(map(encode_long, content))}]"
         starts = range(0, len(content), _ITEMS)
-        return f"[{','.join(_encode(content[i : i + _ITEMS])[1:-1] for i in starts)}]"
-    return _encode(content)
+        return f"[{','.join(json_text(content[i : i + _ITEMS])[1:-1] for i in starts)}]"
+    return json_text(content)
 
 
 class JsonAnswer(Response):

@@ -37,7 +37,7 @@ def why_no_triton() -> list[str]:
     except ImportError as error:
         reason = " ".join(str(error).split())
         return [f"Triton cannot be imported ({reason}): pip install --force-reinstall triton"]
-    if _release(triton.__version__) < MIN_TRITON:
+    if release(triton.__version__) < MIN_TRITON:
         return [
             f"needs Triton 3.5 or newer, {triton.__version__} is installed: "
             "pip install 'triton>=3.5'"
@@ -70,7 +70,7 @@ def _why_no_interpreter() -> list[str]:
     import triton
 
     found = triton.__version__
-    if _release(found) >= MIN_TRITON_OF_NEW_NUMPY or _release(numpy.__version__) < NEW_NUMPY:
+    if release(found) >= MIN_TRITON_OF_NEW_NUMPY or release(numpy.__version__) < NEW_NUMPY:
         return []
     return [
         f"the interpreter of Triton {found} fails with NumPy 2.4 and newer, {numpy.__version__} is "
@@ -88,6 +88,6 @@ def _why_no_table() -> list[str]:
     return []
 
 
-def _release(version: str) -> tuple[int, ...]:
+def release(version: str) -> tuple[int, ...]:
     """Return (3, 6) for "3.6.0+git12"."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from tvr.backends.triton.launch import is_interpreted
+from tvr.backends.triton.probe import release
 
 INF = tl.constexpr(float("inf"))
 
@@ -13,10 +14,8 @@ _ID_BITS = tl.constexpr(24)  # of a place: ids of the largest vocabularies take 
 _ID_MASK = tl.constexpr(2**24 - 1)
 _LARGEST_INT32 = tl.constexpr(2**31 - 1)
 
-_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-
 #: Whether `tl.fma` rounds once. The interpreter before 3.9 rounds its product, too.
-FUSES = tl.constexpr(not is_interpreted() or _VERSION >= (3, 9))
+FUSES = tl.constexpr(not is_interpreted() or release(triton.__version__) >= (3, 9))
 
 # Between these `usual_quotient` is right: remainders of it are no less than 2^-149.
 _SMALL = tl.constexpr(2.0**-24)
