@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tvr.backends.pycuda_raw.decode import combine_params, one_pass_params, split_params
+from tvr.backends.pycuda_raw.gemv import gemv_params
 from tvr.backends.pycuda_raw.kv import kv_write_params
 from tvr.backends.pycuda_raw.launch import Kernel, float32, int32, int64, tensor
 from tvr.backends.pycuda_raw.linear import linear_params
@@ -178,7 +179,8 @@ def test_every_kernel_is_given_caches_and_outputs_that_it_can_use(dtype):
         assert out.alignment == (16 if of is prefill_params else quad)
     for params in (kv_write_params(dtype), rope_kv_write_params(dtype)):
         assert [p.inner for p in params if p.name in ("k_cache", "v_cache")] == [3, 3]
-    assert [p.inner for p in linear_params(dtype, dtype) if p.name == "out"] == [2]
+    for params in (linear_params(dtype, dtype), gemv_params(dtype, dtype)):
+        assert [p.inner for p in params if p.name == "out"] == [2]
 
 
 def test_rows_may_be_strided():

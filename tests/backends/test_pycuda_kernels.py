@@ -32,6 +32,15 @@ _LARGER = {
         "dtype=bfloat16 in_features=6000 out_features=20 max_rows=8 num_tokens=3",
         "dtype=float16 in_features=5003 out_features=20 bias=True max_rows=8 num_tokens=8",
         "dtype=float32 in_features=6000 out_features=20 max_rows=8 num_tokens=3",
+        "dtype=bfloat16 in_features=10000 out_features=19 max_rows=8 num_tokens=1",
+    ],
+    "fused_linear": [
+        "dtype=bfloat16 in_features=6000 out_features=20 rms_norm=True max_rows=1 num_tokens=1",
+        "dtype=bfloat16 in_features=3000 out_features=22 rms_norm=True silu_mul=True max_rows=1 "
+        "num_tokens=1",
+        "dtype=float16 in_features=5003 out_features=22 bias=True rms_norm=True silu_mul=True "
+        "max_rows=1 num_tokens=1",
+        "dtype=float32 in_features=6000 out_features=19 add=True max_rows=1 num_tokens=1",
     ],
     "attention_decode": [
         f"dtype=bfloat16 {_SPLIT}",

@@ -28,6 +28,7 @@ from tvr.contract import (
     AddRmsNormSpec,
     ArgmaxSpec,
     Bounds,
+    FusedLinearSpec,
     KvWriteSpec,
     LinearSpec,
     OpSpec,
@@ -232,6 +233,31 @@ def _judge_norm(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 def _both(x: Tensor) -> tuple[Tensor, Tensor]:
     return x, _oddly_strided(x)
+
+
+@pytest.mark.parametrize("in_features", [200, 3000, 9000])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_product_of_one_row_has_the_same_bits_wherever_x_stands(gpu, dtype, in_features):
+    spec = FusedLinearSpec(
+        dtype=dtype, in_features=in_features, out_features=6, max_rows=1, rms_norm=True
+    )
+    run = _run(spec, gpu)
+    of = getattr(torch, dtype)
+    x, weight = _random(1, in_features).to(of), _random(6, in_features).to(of)
+    norm_weight = _random(in_features).to(of)
+    odd = torch.empty(1, in_features + 1, dtype=of)[:, 1:]
+    odd.copy_(x)
+    aligned, singly = (
+        run(v, (weight, None), norm_weight=norm_weight, eps=_EPS, out=torch.empty(1, 6, dtype=of))
+        for v in (x, odd)
+    )
+    assert torch.equal(aligned, singly)
+
+
+def test_fused_linear_refuses_more_rows_than_one(gpu):
+    run = _run(FusedLinearSpec(dtype="float32", in_features=64, out_features=8, max_rows=1), gpu)
+    with pytest.raises(KernelError, match="x has 2 rows; this kernel takes at most 1"):
+        run(_random(2, 64), (_random(8, 64), None), out=torch.empty(2, 8))
 
 
 def test_linear_refuses_more_rows_than_a_block_has_room_for(gpu):

@@ -11,13 +11,14 @@ from typing import Any
 
 from tvr.backends.pycuda_raw.build import Job
 from tvr.backends.pycuda_raw.launch import Dim3, RawKernel
-from tvr.backends.pycuda_raw.plugin import SMALL_BATCH_ROWS, bind
+from tvr.backends.pycuda_raw.plugin import FUSED_ROWS, SMALL_BATCH_ROWS, bind
 from tvr.backends.pycuda_raw.variants import KernelVariant
 from tvr.contract import (
     AddRmsNormSpec,
     ArgmaxSpec,
     AttentionDecodeSpec,
     AttentionPrefillSpec,
+    FusedLinearSpec,
     KvWriteSpec,
     LinearSpec,
     OpSpec,
@@ -92,9 +93,9 @@ def _specs(dtypes: Sequence[str], head_dims: Sequence[int]) -> Iterator[OpSpec]:
             yield RopeKvWriteSpec(**heads, block_size=16)
             yield RopeSpec(**heads)
             yield KvWriteSpec(**paged)
-        yield LinearSpec(
-            dtype=dtype, in_features=2048, out_features=2048, max_rows=SMALL_BATCH_ROWS
-        )
+        square: dict[str, Any] = {"dtype": dtype, "in_features": 2048, "out_features": 2048}
+        yield LinearSpec(**square, max_rows=SMALL_BATCH_ROWS)
+        yield FusedLinearSpec(**square, max_rows=FUSED_ROWS, rms_norm=True)
         yield AddRmsNormSpec(dtype=dtype, hidden_size=2048)
         yield RmsNormSpec(dtype=dtype, hidden_size=2048)
         yield SiluMulSpec(dtype=dtype, intermediate_size=8192)

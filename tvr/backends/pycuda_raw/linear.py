@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tvr.backends.pycuda_raw import gemv
 from tvr.backends.pycuda_raw.launch import Gpu, Kernel, Param, int32, int64, tensor
 from tvr.backends.pycuda_raw.threads import PACK_SIZES
 from tvr.backends.pycuda_raw.variants import KernelVariant
@@ -51,6 +52,8 @@ def bind_linear(spec: LinearSpec, gpu: Gpu) -> BoundOp:
         shared_bytes=_WARP_BYTES * num_warps,
     )
     out_code = DTYPES.index(out_dtype)  # 0 fp32, 1 fp16, 2 bf16, as in the source
+    # Another order of sums, which a row that has company would not get.
+    one_row = None if spec.batch_invariant else gemv.launcher(spec, gpu)
 
     def run(x: Tensor, packed: tuple[Tensor, Tensor | None], *, out: Tensor) -> Tensor:
         """out = x @ weight.T (+ bias); x [T, in] with T at most 8, out [T, out]."""
@@ -59,6 +62,9 @@ def bind_linear(spec: LinearSpec, gpu: Gpu) -> BoundOp:
                 f"linear: x has {len(x)} rows; this kernel takes at most {_MOST_ROWS}: "
                 "bind another backend for more"
             )
+        if len(x) == 1 and one_row is not None:
+            one_row(x, packed, out)
+            return out
         weight, bias = packed
         whole_packs = (
             all(size % per_pack == 0 for size in (spec.in_features, x.stride(0), weight.stride(0)))

@@ -19,6 +19,7 @@ from tvr.contract import (
     BoundOp,
     Box,
     DeviceFacts,
+    FusedLinearSpec,
     KvWriteSpec,
     LinearSpec,
     OpSpec,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 SMALL_BATCH_ROWS = 8
+FUSED_ROWS = 1
 
 #: The module of each op that is bound by a function of its own: `bind_<op>(spec, gpu)`.
 OP_MODULES = {
@@ -48,6 +50,7 @@ OP_MODULES = {
     "attention_prefill": "prefill",
     "silu_mul": "activation",
     "linear": "linear",
+    "fused_linear": "gemv",
     "argmax": "argmax",
 }
 
@@ -88,6 +91,9 @@ def backend_info(
             "attention_prefill": boxes("return_lse", "max_splits", "max_q_len", **paged),
             "silu_mul": boxes(),
             "linear": boxes("bias", "out_dtype", max_rows=SMALL_BATCH_ROWS),
+            "fused_linear": boxes(
+                *("bias", "out_dtype", "rms_norm", "silu_mul", "add"), max_rows=FUSED_ROWS
+            ),
             "argmax": boxes(),
         },
     )
@@ -174,6 +180,10 @@ class PycudaBackend:
 
     @hookimpl
     def tvr_bind_linear(self, spec: LinearSpec, device: DeviceFacts) -> BoundOp | None:
+        return self._bind(spec, device)
+
+    @hookimpl
+    def tvr_bind_fused_linear(self, spec: FusedLinearSpec, device: DeviceFacts) -> BoundOp | None:
         return self._bind(spec, device)
 
     @hookimpl

@@ -55,4 +55,9 @@ inline uint4 load_16_once(const void* global) {
   return *static_cast<const uint4*>(global);
 }
 
+inline uint4 load_16_once_in_order(const void* global) {
+  cuda_on_cpu::need_aligned("load_16_once_in_order", global, 16);
+  return *static_cast<const uint4*>(global);
+}
+
 inline int count_arrival(int* counter, int more) { return atomicAdd(counter, more); }

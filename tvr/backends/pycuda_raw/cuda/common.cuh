@@ -56,6 +56,13 @@ __device__ __forceinline__ bf16 from_float<bf16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
+// Writes element `i` of a tensor whose dtype the launch says: 0 fp32, 1 fp16, 2 bf16.
+__device__ __forceinline__ void store_as(void* to, int64_t i, float x, int dtype) {
+  if (dtype == 0) static_cast<float*>(to)[i] = x;
+  if (dtype == 1) static_cast<fp16*>(to)[i] = from_float<fp16>(x);
+  if (dtype == 2) static_cast<bf16*>(to)[i] = from_float<bf16>(x);
+}
+
 // 16 bytes of T, loaded and stored at once.
 template <typename T>
 struct alignas(16) Pack {

@@ -126,8 +126,5 @@ KERNEL_NAME(linear)(const scalar_t* __restrict__ x,       // [num_rows, in_featu
     if (w < num_warps) sum += sums_of_warps[w * TILE + threadIdx.x];
   }
   sum += to_float(bias_of_feature);
-  const int64_t i = static_cast<int64_t>(row) * out_features + feature;
-  if (out_dtype == 0) static_cast<float*>(out)[i] = sum;
-  if (out_dtype == 1) static_cast<fp16*>(out)[i] = from_float<fp16>(sum);
-  if (out_dtype == 2) static_cast<bf16*>(out)[i] = from_float<bf16>(sum);
+  store_as(out, static_cast<int64_t>(row) * out_features + feature, sum, out_dtype);
 }

@@ -77,14 +77,22 @@ __device__ __forceinline__ float block_sum(float x, float* warp_sums /* shared [
   return warp_sum(lane < blockDim.x / WARP ? warp_sums[lane] : 0.0f);
 }
 
+// What a row is multiplied by, given the sum of its squares. Division and root to 2 ulps each: an
+// exact one would put a slow path behind the barrier.
+__device__ __forceinline__ float norm_scale(float squares, int hidden, float eps) {
+  return rsqrtf(__fdividef(squares, static_cast<float>(hidden)) + eps);
+}
+
 // Rounds where transformers does: the normalised row, then its product with the weight.
+__device__ __forceinline__ scalar_t scaled(scalar_t x, float scale, scalar_t weight) {
+  const scalar_t normed = from_float<scalar_t>(to_float(x) * scale);
+  return from_float<scalar_t>(to_float(normed) * to_float(weight));
+}
+
 __device__ __forceinline__ RowPack scaled(const RowPack& x, float scale, const RowPack& weight) {
   RowPack out;
 #pragma unroll
-  for (int e = 0; e < WIDE; ++e) {
-    const scalar_t normed = from_float<scalar_t>(to_float(x.values[e]) * scale);
-    out.values[e] = from_float<scalar_t>(to_float(normed) * to_float(weight.values[e]));
-  }
+  for (int e = 0; e < WIDE; ++e) out.values[e] = scaled(x.values[e], scale, weight.values[e]);
   return out;
 }
 
@@ -96,9 +104,7 @@ __device__ __forceinline__ void write_normed(const RowPack (&kept)[KEPT],
                                              float sum, const scalar_t* __restrict__ weight,
                                              scalar_t* __restrict__ out, int hidden, float eps,
                                              float* warp_sums) {
-  // Division and root to 2 ulps each: an exact one would put a slow path behind the barrier.
-  const float mean = __fdividef(block_sum(sum, warp_sums), static_cast<float>(hidden));
-  const float scale = rsqrtf(mean + eps);
+  const float scale = norm_scale(block_sum(sum, warp_sums), hidden, eps);
   if constexpr (ALIGNED) {
 #pragma unroll
     for (int k = 0; k < KEPT; ++k) {

@@ -107,6 +107,15 @@ __device__ __forceinline__ uint4 load_16_once(const void* global) {
   return value;
 }
 
+// The same, which stays in front of the next __syncwarp; a load by .nc may be moved behind.
+__device__ __forceinline__ uint4 load_16_once_in_order(const void* global) {
+  uint4 value;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(global));
+  return value;
+}
+
 // Adds to a number that several blocks count with, and returns what it was. What this thread wrote
 // before, or saw written through a barrier, is seen by whoever reads the count; and it sees what
 // the others wrote before they counted. Cheaper than an atomicAdd between two fences.
