@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tvr.backends.triton.decode_kernels import split_kernel
 from tvr.backends.triton.interpreter import Interpreter
-from tvr.backends.triton.launch import Config, Kernel
+from tvr.backends.triton.launch import Config, CudaGpu, Kernel
 from tvr.backends.triton.prefill import bind_attention_prefill
 from tvr.backends.triton.prefill_kernels import prefill_kernel
 from tvr.contract import AttentionPrefillSpec, StepMeta
@@ -35,6 +37,21 @@ class RecordingGpu:
         if self.error is not None:
             raise self.error
         self.launches.append((grid, args, constants, options))
+
+
+class L1Gpu(RecordingGpu):
+    """Says what it compiled, and keeps whose memory is left to L1."""
+
+    def __init__(self):
+        super().__init__()
+        self.left = []
+
+    def launch(self, *launched):
+        super().launch(*launched)
+        return "compiled"
+
+    def leave_to_l1(self, compiled):
+        self.left.append(compiled)
 
 
 def scale_kernel():
@@ -132,3 +149,63 @@ def test_the_interpreter_looks_for_overflow_only_where_it_would_tell(monkeypatch
     interpreter_builder.options = replace(debugging, debug=False)
     Interpreter()
     assert not interpreter_builder.options.sanitize_overflow
+
+
+def test_only_kernels_that_ask_leave_the_memory_to_l1():
+    gpu, x = L1Gpu(), torch.zeros(4)
+    Kernel(gpu, scale_kernel, CONFIG)((1,), x)
+    assert gpu.left == []
+    Kernel(gpu, scale_kernel, CONFIG).with_l1()((1,), x)
+    assert gpu.left == ["compiled"]
+
+
+class FakeDriver:
+    def __init__(self, error=0):
+        self.error = error
+        self.asked = []
+
+    def cuFuncSetAttribute(self, function, attribute, value):
+        self.asked.append((function.value, attribute, value))
+        return self.error
+
+
+def h200():
+    """A `CudaGpu` with an H200's sizes, of which there need be none."""
+    gpu = object.__new__(CudaGpu)
+    gpu.device, gpu._index = torch.device("cuda", 0), 0
+    gpu._most_threads, gpu._shared_bytes, gpu._left_to_l1 = 2048, 233472, set()
+    return gpu
+
+
+def use_driver(monkeypatch, driver):
+    monkeypatch.setattr("tvr.backends.triton.launch._driver", lambda: driver)
+    monkeypatch.setattr("torch.cuda.device", lambda index: nullcontext())
+
+
+def compiled(n_regs, num_warps, shared, function=7):
+    metadata = SimpleNamespace(name="linear", num_warps=num_warps, shared=shared)
+    return SimpleNamespace(function=function, n_regs=n_regs, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("n_regs", "num_warps", "shared", "percent"),
+    [
+        (73, 8, 128, 2),  # 3 blocks of 256 threads with 80 registers: 3,456 bytes
+        (32, 8, 128, 4),  # 8 of them: 9,216
+        (16, 4, 0, 8),  # 16, as there are threads for no more: 16,384
+        (255, 16, 2048, 2),  # one, though it does not fit at all: 3,072
+    ],
+)
+def test_blocks_that_fit_keep_their_shared_memory(monkeypatch, n_regs, num_warps, shared, percent):
+    driver = FakeDriver()
+    use_driver(monkeypatch, driver)
+    gpu, kernel = h200(), compiled(n_regs, num_warps, shared)
+    gpu.leave_to_l1(kernel)
+    gpu.leave_to_l1(kernel)
+    assert driver.asked == [(7, 9, percent)]
+
+
+def test_a_refused_wish_names_the_kernel(monkeypatch):
+    use_driver(monkeypatch, FakeDriver(error=1))
+    with pytest.raises(KernelError, match=r"linear: the driver of cuda:0 refuses 2% .*error 1"):
+        h200().leave_to_l1(compiled(73, 8, 128))

@@ -6,6 +6,7 @@ is behind `Gpu`, so that tests can compile kernels for GPUs that are not here.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Mapping
 from copy import copy
@@ -64,8 +65,16 @@ class Gpu(Protocol):
         args: tuple[Any, ...],
         constants: dict[str, Any],
         options: dict[str, Any],
-    ) -> None:
-        """Launch a jitted function on the current stream of `device`."""
+    ) -> Any:  # noqa: ANN401
+        """Launch a jitted function on the current stream of `device`; return what was compiled."""
+        ...
+
+    def leave_to_l1(self, compiled: Any) -> None:  # noqa: ANN401
+        """Give a kernel's later launches all memory of a multiprocessor as L1 that can be.
+
+        Multiprocessors split one memory into shared memory and L1 cache. Between kernels that
+        overlap the driver keeps the split of the first, unless the next one says what it wants.
+        """
         ...
 
 
@@ -79,6 +88,9 @@ class CudaGpu:
         self.num_sms = found.multi_processor_count
         self.pdl = self.sm >= PDL_MIN_SM
         self._index = index
+        self._most_threads: int = found.max_threads_per_multi_processor
+        self._shared_bytes: int = found.shared_memory_per_multiprocessor
+        self._left_to_l1: set[int] = set()  # handles of kernels
         _log_compilations()
 
     def launch(
@@ -88,13 +100,48 @@ class CudaGpu:
         args: tuple[Any, ...],
         constants: dict[str, Any],
         options: dict[str, Any],
-    ) -> None:
+    ) -> Any:  # noqa: ANN401
         """Launch on the current stream of this device, whichever device is current."""
         if torch.cuda.current_device() == self._index:
-            kernel[grid](*args, **constants, **options)
-        else:
-            with torch.cuda.device(self._index):
-                kernel[grid](*args, **constants, **options)
+            return kernel[grid](*args, **constants, **options)
+        with torch.cuda.device(self._index):
+            return kernel[grid](*args, **constants, **options)
+
+    def leave_to_l1(self, compiled: Any) -> None:  # noqa: ANN401
+        """Ask for as much shared memory as the blocks that fit use, and L1 for the rest.
+
+        Raises:
+            KernelError: the driver refuses.
+        """
+        if compiled.function in self._left_to_l1:
+            return
+        threads = 32 * compiled.metadata.num_warps
+        registers = -(-compiled.n_regs // 8) * 8 * threads  # threads get them by eights
+        fit = max(min(_REGISTERS // registers, self._most_threads // threads), 1)
+        used = fit * (compiled.metadata.shared + _SHARED_BYTES_OF_DRIVER)
+        percent = -(-100 * used // self._shared_bytes)
+        function = ctypes.c_void_p(compiled.function)
+        with torch.cuda.device(self._index):
+            error = _driver().cuFuncSetAttribute(function, _PREFERRED_SHARED_PERCENT, percent)
+        if error:
+            raise KernelError(
+                f"{compiled.metadata.name}: the driver of {self.device} refuses {percent}% of a "
+                f"multiprocessor's memory as shared memory: CUDA error {error}"
+            )
+        self._left_to_l1.add(compiled.function)
+
+
+#: Registers of a multiprocessor, and bytes of a block's shared memory that the driver takes (CUDA
+#: programming guide, compute capabilities from 8.0 on).
+_REGISTERS, _SHARED_BYTES_OF_DRIVER = 65536, 1024
+#: CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT.
+_PREFERRED_SHARED_PERCENT = 9
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    """Return CUDA's driver, which Triton has loaded; Triton does not pass this wish on."""
+    return ctypes.CDLL("libcuda.so.1")
 
 
 @cache
@@ -150,6 +197,7 @@ class Kernel:
         self._gpu = gpu
         self._device = gpu.device
         self._function = function
+        self._l1 = False
         self._name: str = function.__name__
         self._constants = {**config.blocks, **constants, "PDL": gpu.pdl}
         self._options: dict[str, Any] = {
@@ -169,6 +217,12 @@ class Kernel:
         other._options = {**self._options, "enable_fp_fusion": False}
         return other
 
+    def with_l1(self) -> Kernel:
+        """Return this kernel with the most L1 cache: its programs read the same things."""
+        other = copy(self)
+        other._l1 = True
+        return other
+
     def __call__(self, grid: tuple[int, ...], *args: Tensor | float | None) -> None:
         """Launch `grid` programs, one argument for each parameter that is no constant.
 
@@ -186,7 +240,9 @@ class Kernel:
                     f"the op is bound on {self._device}"
                 )
         try:
-            self._gpu.launch(self._function, grid, args, self._constants, self._options)
+            compiled = self._gpu.launch(self._function, grid, args, self._constants, self._options)
+            if self._l1:
+                self._gpu.leave_to_l1(compiled)
         except Exception as error:
             reason = " ".join(str(error).split())
             raise KernelError(

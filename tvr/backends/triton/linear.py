@@ -83,7 +83,7 @@ def _kernel(spec: LinearSpec, gpu: Gpu, rows: int) -> tuple[Kernel, int, bool]:
     programs = -(-spec.out_features // config.blocks["BN"])
     tiles = -(-spec.in_features // config.blocks["BK"])
     if not is_plain:
-        return Kernel(gpu, linear_dot_kernel, config, TILES=tiles), programs, False
+        return Kernel(gpu, linear_dot_kernel, config, TILES=tiles).with_l1(), programs, False
     kernel = Kernel(
         gpu,
         linear_plain_kernel,
@@ -92,7 +92,7 @@ def _kernel(spec: LinearSpec, gpu: Gpu, rows: int) -> tuple[Kernel, int, bool]:
         PACK=_PACK[spec.dtype],
         TILES=tiles,
         SILU=isinstance(spec, FusedLinearSpec) and spec.silu_mul,
-    )
+    ).with_l1()
     # Which of two products is rounded before their sum and which is not the compiler decides, for
     # each row of a tile by itself.
     return kernel.unfused() if spec.batch_invariant else kernel, programs, True
