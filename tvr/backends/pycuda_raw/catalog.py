@@ -28,6 +28,10 @@ from tvr.contract import (
     SiluMulSpec,
 )
 
+#: Hidden and intermediate sizes of Llama-3.2-1B and Llama-3.1-8B: how many kernels products need
+#: depends on the tiles that a row has.
+HIDDEN_SIZES = ((2048, 8192), (4096, 14336))
+
 #: Query heads that share a KV head, in the models people run.
 GROUP_SIZES = (1, 4, 8, 16)
 
@@ -93,13 +97,22 @@ def _specs(dtypes: Sequence[str], head_dims: Sequence[int]) -> Iterator[OpSpec]:
             yield RopeKvWriteSpec(**heads, block_size=16)
             yield RopeSpec(**heads)
             yield KvWriteSpec(**paged)
-        square: dict[str, Any] = {"dtype": dtype, "in_features": 2048, "out_features": 2048}
-        yield LinearSpec(**square, max_rows=SMALL_BATCH_ROWS)
-        yield FusedLinearSpec(**square, max_rows=FUSED_ROWS, rms_norm=True)
+        for hidden, intermediate in HIDDEN_SIZES:
+            yield from _products(dtype, hidden, intermediate)
         yield AddRmsNormSpec(dtype=dtype, hidden_size=2048)
         yield RmsNormSpec(dtype=dtype, hidden_size=2048)
         yield SiluMulSpec(dtype=dtype, intermediate_size=8192)
         yield ArgmaxSpec(dtype=dtype, vocab_size=128256)
+
+
+def _products(dtype: str, hidden: int, intermediate: int) -> Iterator[OpSpec]:
+    """Yield the products of a layer: of a few rows, and of one with what is fused with it."""
+    square: dict[str, Any] = {"dtype": dtype, "in_features": hidden, "out_features": hidden}
+    yield LinearSpec(**square, max_rows=SMALL_BATCH_ROWS)
+    yield FusedLinearSpec(**square, max_rows=FUSED_ROWS, rms_norm=True)
+    yield FusedLinearSpec(**square, max_rows=FUSED_ROWS, rms_norm=True, silu_mul=True)
+    down = {**square, "in_features": intermediate}
+    yield FusedLinearSpec(**down, max_rows=FUSED_ROWS, add=True)
 
 
 def _refuse(grid: Dim3, block: Dim3, shared_bytes: int, packed: bytes) -> None:
