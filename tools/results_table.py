@@ -30,7 +30,7 @@ _NEXT = "## Honest limits\n"
 #: Pictures beside the files, and what they show.
 PICTURES = {
     "itl.png": "ITL against batch and context, beside the memory's limit",
-    "timeline.png": "Some decode steps: what host and device did when",
+    "timeline.png": "Steps of 256 requests, prompts first: what host and device did when",
 }
 
 
