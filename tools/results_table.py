@@ -33,6 +33,9 @@ PICTURES = {
     "timeline.png": "Steps of 256 requests, prompts first: what host and device did when",
 }
 
+#: Where the commands find the models that they name.
+WHERE = "In `benchmarks/models`, which has the shapes of these models and no weights:"
+
 
 def updated(readme: str, results: Path, root: Path = ROOT) -> str:
     """Return `readme` with the section that the files in `results` give, or with none.
@@ -74,7 +77,7 @@ def _abouts(files: Sequence[Results]) -> list[str]:
     """Return on what and how the files were measured; what is the same is said once."""
     hardware = list(dict.fromkeys(_hardware(found.header) for found in files))
     commands = "\n".join(dict.fromkeys(found.header["command"] for found in files))
-    return ["\n".join(hardware), f"```bash\n{commands}\n```"]
+    return ["\n".join(hardware), f"{WHERE}\n\n```bash\n{commands}\n```"]
 
 
 def _hardware(header: Mapping[str, Any]) -> str:

@@ -54,3 +54,16 @@ def test_the_kernels_of_decode_are_known_as_such():
     decode = {job.variant.source for job in jobs if "attention_decode" in job.ops}
     assert {"fd_split", "fd_combine", "paged_attention"} <= decode
     assert "rope" not in decode
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_of_one_row_are_built_for_rows_of_every_length(dtype):
+    """Of SILU there is none without NORM in a model."""
+    jobs = standard_jobs(90, [dtype], [64])
+    found = {tuple(job.variant.defines) for job in jobs if job.variant.source == "gemv"}
+    names = ("PACKS", "TILED", "NORM", "SILU")
+    assert found == {
+        tuple(zip(names, (*length, *fused), strict=True))
+        for length in ((1, 0), (2, 0), (2, 1))
+        for fused in ((0, 0), (1, 0), (1, 1))
+    }

@@ -16,7 +16,7 @@ from tvr.backends.pycuda_raw.linear import linear_params
 from tvr.backends.pycuda_raw.prefill_kernel import prefill_params
 from tvr.backends.pycuda_raw.rope import rope_kv_write_params
 from tvr.backends.pycuda_raw.variants import KernelVariant
-from tvr.contract import DTYPES
+from tvr.contract import DTYPES, LinearSpec
 from tvr.errors import KernelError
 
 PARAMS = (
@@ -179,7 +179,8 @@ def test_every_kernel_is_given_caches_and_outputs_that_it_can_use(dtype):
         assert out.alignment == (16 if of is prefill_params else quad)
     for params in (kv_write_params(dtype), rope_kv_write_params(dtype)):
         assert [p.inner for p in params if p.name in ("k_cache", "v_cache")] == [3, 3]
-    for params in (linear_params(dtype, dtype), gemv_params(dtype, dtype)):
+    one_row = LinearSpec(dtype=dtype, in_features=8, out_features=8, max_rows=1)
+    for params in (linear_params(dtype, dtype), gemv_params(one_row)):
         assert [p.inner for p in params if p.name == "out"] == [2]
 
 

@@ -35,6 +35,7 @@ SAID = {
     "MISALIGNED_COPY": "cp_async_16: misaligned address",
     "MISALIGNED_MATRIX": "ldmatrix: misaligned address",
     "MISALIGNED_ONCE": "load_16_once: misaligned address",
+    "MISALIGNED_ONCE_IN_ORDER": "load_16_once_in_order: misaligned address",
     "MATRIX_ELSEWHERE": "ldmatrix: .* is not in shared memory",
     "PAST_SHARED": "byte .* of (its )?256 of dynamic shared memory",
     "NULL_POINTER": "signal 11 at address|in none of the tensors",

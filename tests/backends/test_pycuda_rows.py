@@ -236,22 +236,59 @@ def _both(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("in_features", [200, 3000, 9000])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_product_of_one_row_has_the_same_bits_wherever_x_stands(gpu, dtype, in_features):
+@pytest.mark.parametrize("silu_mul", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_of_one_row_has_the_same_bits_wherever_its_tensors_stand(
+    gpu, dtype, silu_mul, in_features
+):
     spec = FusedLinearSpec(
-        dtype=dtype, in_features=in_features, out_features=6, max_rows=1, rms_norm=True
+        dtype=dtype,
+        in_features=in_features,
+        out_features=6,
+        max_rows=1,
+        rms_norm=True,
+        silu_mul=silu_mul,
     )
     run = _run(spec, gpu)
-    of = getattr(torch, dtype)
-    x, weight = _random(1, in_features).to(of), _random(6, in_features).to(of)
-    norm_weight = _random(in_features).to(of)
-    odd = torch.empty(1, in_features + 1, dtype=of)[:, 1:]
-    odd.copy_(x)
-    aligned, singly = (
-        run(v, (weight, None), norm_weight=norm_weight, eps=_EPS, out=torch.empty(1, 6, dtype=of))
-        for v in (x, odd)
+
+    def result(x: Tensor, weight: Tensor, norm_weight: Tensor) -> Tensor:
+        out = torch.empty(1, spec.out_columns, dtype=x.dtype)
+        return run(x, (weight, None), norm_weight=norm_weight, eps=_EPS, out=out)
+
+    tensors = [_random(*shape, dtype=dtype) for shape in ((1, in_features), (6, in_features))]
+    tensors.append(_random(1, in_features, dtype=dtype, seed=1)[0])
+    x, weight, norm_weight = tensors
+    aligned = result(x, weight, norm_weight)
+    apart = torch.empty(6, in_features + 1, dtype=x.dtype)[:, :in_features].copy_(weight)
+    odd_norm_weight = _oddly_strided(norm_weight[None])[0]
+    assert torch.equal(result(_oddly_strided(x), weight, norm_weight), aligned)
+    assert torch.equal(result(x, _oddly_strided(weight), norm_weight), aligned)
+    assert torch.equal(result(x, apart, norm_weight), aligned)
+    assert torch.equal(result(x, weight, odd_norm_weight), aligned)
+
+
+@pytest.mark.parametrize("in_features", [100, 3000, 9000])
+def test_no_nan_comes_from_behind_the_end_of_a_row(gpu, in_features):
+    """Squares of 1e-30 are 0 and eps is too, so that the scale is infinite."""
+    spec = FusedLinearSpec(
+        dtype="bfloat16", in_features=in_features, out_features=4, max_rows=1, rms_norm=True
     )
-    assert torch.equal(aligned, singly)
+    x, weight = torch.full((1, in_features), 1e-30), torch.ones(4, in_features)
+    packed, out = (weight.bfloat16(), None), torch.empty(1, 4, dtype=torch.bfloat16)
+    ones = torch.ones(in_features, dtype=torch.bfloat16)
+    _run(spec, gpu)(x.bfloat16(), packed, norm_weight=ones, eps=0.0, out=out)
+    assert torch.equal(out, torch.full_like(out, torch.inf))
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"), [("rms_norm", "norm_weight"), ("add", "residual"), ("bias", "bias")]
+)
+def test_what_a_product_asks_for_may_not_be_left_out(gpu, asked, name):
+    spec = FusedLinearSpec(
+        dtype="float32", in_features=64, out_features=8, max_rows=1, **{asked: True}
+    )
+    with pytest.raises(KernelError, match=f"{name} is None; it must be a tensor"):
+        _run(spec, gpu)(_random(1, 64), (_random(8, 64), None), out=torch.empty(1, 8))
 
 
 def test_fused_linear_refuses_more_rows_than_one(gpu):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from triton.runtime.interpreter import interpreter_builder
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tvr.backends.triton.decode_kernels import split_kernel
+from tvr.backends.triton.fused_linear import bind_fused_linear
 from tvr.backends.triton.interpreter import Interpreter
 from tvr.backends.triton.launch import Config, CudaGpu, Kernel
+from tvr.backends.triton.linear import bind_linear
 from tvr.backends.triton.prefill import bind_attention_prefill
 from tvr.backends.triton.prefill_kernels import prefill_kernel
-from tvr.contract import AttentionPrefillSpec, StepMeta
+from tvr.contract import AttentionPrefillSpec, FusedLinearSpec, LinearSpec, StepMeta
 from tvr.errors import KernelError
 
 
@@ -173,7 +176,7 @@ def h200():
     """A `CudaGpu` with an H200's sizes, of which there need be none."""
     gpu = object.__new__(CudaGpu)
     gpu.device, gpu._index = torch.device("cuda", 0), 0
-    gpu._most_threads, gpu._shared_bytes, gpu._left_to_l1 = 2048, 233472, set()
+    gpu._most_threads, gpu._shared_bytes, gpu._left_to_l1 = 2048, 233472, WeakSet()
     return gpu
 
 
@@ -182,30 +185,56 @@ def use_driver(monkeypatch, driver):
     monkeypatch.setattr("torch.cuda.device", lambda index: nullcontext())
 
 
-def compiled(n_regs, num_warps, shared, function=7):
-    metadata = SimpleNamespace(name="linear", num_warps=num_warps, shared=shared)
-    return SimpleNamespace(function=function, n_regs=n_regs, metadata=metadata)
+class Compiled:
+    """What Triton knows of a compiled kernel."""
+
+    function = 7
+
+    def __init__(self, n_regs, num_warps, shared):
+        self.n_regs = n_regs
+        self.metadata = SimpleNamespace(name="linear", num_warps=num_warps, shared=shared)
 
 
 @pytest.mark.parametrize(
     ("n_regs", "num_warps", "shared", "percent"),
     [
-        (73, 8, 128, 2),  # 3 blocks of 256 threads with 80 registers: 3,456 bytes
+        (73, 8, 128, 1),  # 3 blocks of 256 threads with 80 registers: 3,456 bytes
         (32, 8, 128, 4),  # 8 of them: 9,216
-        (16, 4, 0, 8),  # 16, as there are threads for no more: 16,384
-        (255, 16, 2048, 2),  # one, though it does not fit at all: 3,072
+        (16, 4, 0, 7),  # 16, as there are threads for no more: 16,384
+        (40, 4, 65536, 86),  # 3, as there is shared memory for no more: 199,680
+        (255, 16, 2048, 1),  # one, though it does not fit at all: 3,072
     ],
 )
 def test_blocks_that_fit_keep_their_shared_memory(monkeypatch, n_regs, num_warps, shared, percent):
     driver = FakeDriver()
     use_driver(monkeypatch, driver)
-    gpu, kernel = h200(), compiled(n_regs, num_warps, shared)
+    gpu, kernel = h200(), Compiled(n_regs, num_warps, shared)
     gpu.leave_to_l1(kernel)
     gpu.leave_to_l1(kernel)
     assert driver.asked == [(7, 9, percent)]
 
 
-def test_a_refused_wish_names_the_kernel(monkeypatch):
+def test_a_refused_wish_is_a_warning_once(monkeypatch, caplog):
     use_driver(monkeypatch, FakeDriver(error=1))
-    with pytest.raises(KernelError, match=r"linear: the driver of cuda:0 refuses 2% .*error 1"):
-        h200().leave_to_l1(compiled(73, 8, 128))
+    gpu, kernel = h200(), Compiled(73, 8, 128)
+    gpu.leave_to_l1(kernel)
+    gpu.leave_to_l1(kernel)
+    (message,) = caplog.messages
+    assert message.startswith("linear: the driver of cuda:0 refuses to split")
+    assert "at 1%: CUDA error 1" in message
+
+
+@pytest.mark.parametrize(
+    ("bind", "spec", "rows"),
+    [
+        (bind_linear, LinearSpec, 1),
+        (bind_linear, LinearSpec, 8),
+        (bind_fused_linear, FusedLinearSpec, 1),
+    ],
+)
+def test_products_leave_the_memory_to_l1(bind, spec, rows):
+    gpu = L1Gpu()
+    x, weight, out = (torch.zeros(shape) for shape in ((rows, 64), (32, 64), (rows, 32)))
+    bound = bind(spec(dtype="float32", in_features=64, out_features=32, max_rows=rows), gpu)
+    bound.run(x, (weight, None), out=out)
+    assert gpu.left == ["compiled"]

@@ -140,6 +140,7 @@ def test_files_that_share_no_rows_say_what_differs(results):
         '{"header": {}, "rows": {"backend": "a"}}',
         '{"header": {}, "rows": [{"backend": "a", "us": "fast"}]}',
         '{"header": {}, "rows": [{"backend": "a", "us": true}]}',
+        '{"header": {}, "rows": [{"backend": "a", "us": NaN}]}',
         '{"header": {}, "rows": [{"backend": "a", "percentiles": 7}]}',
         "[" * 100_000,
     ],
@@ -150,6 +151,13 @@ def test_what_is_no_result_is_refused_in_one_line(tmp_path, text):
     with pytest.raises(ConfigError, match="holds no results of tvr bench") as caught:
         load_results(file)
     assert "\n" not in str(caught.value)
+
+
+def test_figures_that_may_mean_something_else_are_refused(tmp_path):
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps({"header": {"schema": 2}, "rows": [row(1.0)]}))
+    with pytest.raises(ConfigError, match="has schema 2, and this tvr reads 1"):
+        load_results(file)
 
 
 def test_a_file_that_measures_the_same_twice_is_refused(tmp_path):

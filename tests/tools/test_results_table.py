@@ -49,6 +49,8 @@ SECTION = """\
 
 One A GPU (driver 1.2), 2030-01-02: tvr 9.9, torch 8.8.
 
+In `benchmarks/models`, which has the shapes of these models and no weights:
+
 ```bash
 tvr bench latency --model m --json latency.json
 tvr bench throughput --model m
@@ -158,3 +160,12 @@ def test_check_tells_of_a_difference_and_changes_nothing(
     assert tool.main([]) == 0
     assert SECTION in (tmp_path / "README.md").read_text()
     assert tool.main(["--check"]) == 0
+
+
+def test_the_models_of_the_commands_are_where_the_readme_says(tool):
+    if not tool.RESULTS.parent.exists():
+        pytest.skip("a source distribution leaves the results out")
+    for file in ("latency.json", "latency-8b.json", "throughput.json"):
+        rows = json.loads((tool.RESULTS / file).read_text("utf-8"))["rows"]
+        for model in {row["model"] for row in rows}:
+            assert (ROOT / "benchmarks" / "models" / model / "config.json").exists()

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tvr.bench.comparison import ROUNDS, SAMPLES_OF_A_ROUND
+from tvr.bench.results import SCHEMA
 from tvr.bench.timer import LAUNCHES
 from tvr.conformance.suite_run import facts_of
 
 if TYPE_CHECKING:
     from tvr.bench.peer import Peer
     from tvr.contract import BackendInfo, DeviceFacts
-
-#: Goes up when a key changes its meaning or goes away; new keys may come at any time.
-SCHEMA = 1
 
 
 def header(

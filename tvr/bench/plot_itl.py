@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from tvr.bench.rows import Row
 
+#: Labelled places of each decade on an axis that spans one or so, and on one that spans more.
+_SHORT_TICKS, _LONG_TICKS = (1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5)
 _MARKERS = "osD^vP*X"
 
 
@@ -70,7 +72,7 @@ def _draw_panel(
 ) -> None:
     """Draw lines along `axis`, for each backend (a colour) and value of `group` (a marker)."""
     from matplotlib.lines import Line2D
-    from matplotlib.ticker import FormatStrFormatter, NullFormatter
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
     what = {"batch": "batch", "input_len": "prompt"}[group]
     backends = list(dict.fromkeys(row["backend"] for row in rows))
@@ -98,12 +100,22 @@ def _draw_panel(
         handles.append(Line2D([], [], color=colour, label=backend))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=_SHORT_TICKS if high < 20 * low else _LONG_TICKS))
     for one in (axes.xaxis, axes.yaxis):
         one.set_major_formatter(FormatStrFormatter("%g"))
         one.set_minor_formatter(NullFormatter())
     axes.set_xlabel({"batch": "batch", "input_len": "mean context, tokens"}[axis])
     axes.grid(alpha=0.25, which="both")
-    axes.legend(handles=handles, fontsize=8)
+    # Below: lines are everywhere in a panel.
+    axes.legend(
+        handles=handles,
+        fontsize=8,
+        ncols=-(-len(handles) // 2),
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.12),
+        frameon=False,
+    )
 
 
 def _x(row: Row, axis: str) -> float:

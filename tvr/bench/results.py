@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,10 @@ from tvr.errors import ConfigError
 
 if TYPE_CHECKING:
     from tvr.bench.rows import Row
+
+
+#: Goes up when a key changes its meaning or goes away; new keys may come at any time.
+SCHEMA = 1
 
 
 class Quantity(NamedTuple):
@@ -120,6 +125,12 @@ def load_results(path: Path) -> Results:
             f"{path} holds no results of tvr bench: it must be an object of a header and rows, a "
             "backend in each, as --json writes it"
         )
+    written = header.get("schema", SCHEMA)
+    if written != SCHEMA:
+        raise ConfigError(
+            f"{path} has schema {written!r}, and this tvr reads {SCHEMA}: its figures may mean "
+            "something else; measure again with one version of tvr"
+        )
     if len(by_identity) < len(found):
         raise ConfigError(f"{path} measures the same thing twice; give a file of one run")
     return Results(path=path, header=header, rows=by_identity)
@@ -146,7 +157,8 @@ def _is_row(row: Row) -> bool:
     figures = [v for n, v in row.items() if _is_measured(n) and n not in _REMARKS]
     figures += row.get("percentiles", {}).values()
     return isinstance(row["backend"], str) and all(
-        figure is None or type(figure) in (int, float) for figure in figures
+        figure is None or (type(figure) in (int, float) and math.isfinite(figure))
+        for figure in figures
     )
 
 

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from tvr.bench.header import SCHEMA
+from tvr.bench.results import SCHEMA
 from tvr.bench.serve_metrics import percentile_key
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ from tvr.contract import (
     SiluMulSpec,
 )
 
-#: Hidden and intermediate sizes of Llama-3.2-1B and Llama-3.1-8B: how many kernels products need
-#: depends on the tiles that a row has.
-HIDDEN_SIZES = ((2048, 8192), (4096, 14336))
+#: Hidden and intermediate sizes of models people run, one for each way that a product of one row
+#: cuts its rows: SmolLM2-135M, Llama-3.2-1B, Llama-3.1-8B and Llama-2-13B.
+HIDDEN_SIZES = ((576, 1536), (2048, 8192), (4096, 14336), (5120, 13824))
 
 #: Query heads that share a KV head, in the models people run.
 GROUP_SIZES = (1, 4, 8, 16)

@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 _THREADS, _ROWS = 256, 4  # of a block; its rows are the weight's
 
 
-def gemv_params(dtype: str, out_dtype: str) -> tuple[Param, ...]:
-    """Return the parameters of `gemv.cu`."""
+def gemv_params(spec: LinearSpec) -> tuple[Param, ...]:
+    """Return the parameters of `gemv.cu`: of what `spec` asks for nothing may be left out."""
+    asked = {"bias": spec.bias, "norm_weight": False, "residual": False}
+    if isinstance(spec, FusedLinearSpec):
+        asked |= {"norm_weight": spec.rms_norm, "residual": spec.add}
     return (
-        *(tensor(name, dtype) for name in ("x", "weight")),
-        *(tensor(name, dtype, optional=True) for name in ("bias", "norm_weight", "residual")),
-        tensor("out", out_dtype, inner=2),
+        *(tensor(name, spec.dtype) for name in ("x", "weight")),
+        *(tensor(name, spec.dtype, optional=not wanted) for name, wanted in asked.items()),
+        tensor("out", spec.out_dtype or spec.dtype, inner=2),
         int64("weight_stride"),
         *map(int32, ("in_features", "out_columns")),
         float32("eps"),
@@ -89,7 +92,7 @@ def launcher(spec: LinearSpec, gpu: Gpu) -> Callable[..., None]:
             dtype=spec.dtype,
             defines=tuple((name, int(value)) for name, value in constants.items()),
         ),
-        gemv_params(spec.dtype, out_dtype),
+        gemv_params(spec),
         block=_THREADS,
     )
     out_code = DTYPES.index(out_dtype)  # 0 fp32, 1 fp16, 2 bf16, as in the source

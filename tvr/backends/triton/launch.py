@@ -13,6 +13,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import triton
@@ -90,7 +91,7 @@ class CudaGpu:
         self._index = index
         self._most_threads: int = found.max_threads_per_multi_processor
         self._shared_bytes: int = found.shared_memory_per_multiprocessor
-        self._left_to_l1: set[int] = set()  # handles of kernels
+        self._left_to_l1: WeakSet[Any] = WeakSet()
         _log_compilations()
 
     def launch(
@@ -110,25 +111,28 @@ class CudaGpu:
     def leave_to_l1(self, compiled: Any) -> None:  # noqa: ANN401
         """Ask for as much shared memory as the blocks that fit use, and L1 for the rest.
 
-        Raises:
-            KernelError: the driver refuses.
+        It is asked for once a kernel. Where the driver refuses, kernels are slower and as right: a
+        warning is logged.
         """
-        if compiled.function in self._left_to_l1:
+        if compiled in self._left_to_l1:
             return
+        self._left_to_l1.add(compiled)
         threads = 32 * compiled.metadata.num_warps
         registers = -(-compiled.n_regs // 8) * 8 * threads  # threads get them by eights
-        fit = max(min(_REGISTERS // registers, self._most_threads // threads), 1)
-        used = fit * (compiled.metadata.shared + _SHARED_BYTES_OF_DRIVER)
-        percent = -(-100 * used // self._shared_bytes)
+        shared = compiled.metadata.shared + _SHARED_BYTES_OF_DRIVER
+        limits = (_REGISTERS // registers, self._most_threads // threads)
+        fit = max(min(*limits, self._shared_bytes // shared), 1)
+        # The driver takes the next larger split that there is, so not a byte more than is used.
+        percent = max(round(100 * fit * shared / self._shared_bytes), 1)
         function = ctypes.c_void_p(compiled.function)
         with torch.cuda.device(self._index):
             error = _driver().cuFuncSetAttribute(function, _PREFERRED_SHARED_PERCENT, percent)
         if error:
-            raise KernelError(
-                f"{compiled.metadata.name}: the driver of {self.device} refuses {percent}% of a "
-                f"multiprocessor's memory as shared memory: CUDA error {error}"
+            _LOG.warning(
+                "%s: the driver of %s refuses to split a multiprocessor's memory at %d%%: CUDA "
+                "error %d; products will be slower",
+                *(compiled.metadata.name, self.device, percent, error),
             )
-        self._left_to_l1.add(compiled.function)
 
 
 #: Registers of a multiprocessor, and bytes of a block's shared memory that the driver takes (CUDA

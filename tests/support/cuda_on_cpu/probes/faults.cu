@@ -18,6 +18,7 @@ enum Fault {
   MISALIGNED_COPY,
   MISALIGNED_MATRIX,
   MISALIGNED_ONCE,
+  MISALIGNED_ONCE_IN_ORDER,
   MISALIGNED_LOAD,
   MATRIX_ELSEWHERE,
   PAST_SHARED,
@@ -79,6 +80,7 @@ extern "C" __global__ void faults_fp32(const float* __restrict__ in,  // [64]
   if (fault == MISALIGNED_COPY) cp_async_16(shared, in + 1, true);
   if (fault == MISALIGNED_MATRIX) ldmatrix_x4(matrix, values + 2);
   if (fault == MISALIGNED_ONCE) out[i] = load_16_once(in + 2).x;
+  if (fault == MISALIGNED_ONCE_IN_ORDER) out[i] = load_16_once_in_order(in + 2).x;
   if (fault == MISALIGNED_LOAD) out[i] = reinterpret_cast<const float4*>(in + 1)->x;
   if (fault == MATRIX_ELSEWHERE) ldmatrix_x4(matrix, in);
   if (fault == PAST_SHARED) values[64 + i] = 1.0f;

@@ -24,7 +24,7 @@ constexpr int WARPS = THREADS / WARP;
 constexpr int ROWS = 4;  // of the weight, that a block has
 constexpr int COLUMNS = SILU ? ROWS / 2 : ROWS;
 constexpr int TILE = PACKS * THREADS;  // packs of a row that the block takes at a time
-// Blocks an SM, which hold a thread to 40 or 80 registers.
+// Blocks an SM, which hold a thread to 40 registers with one pack, and to 80 or 128 with two.
 constexpr int MIN_BLOCKS = TILED && NORM ? 2 : PACKS == 1 ? 6 : 3;
 
 // A pack as it was loaded. Between load and use it is kept so: as numbers of 16 bits the compiler
@@ -76,14 +76,14 @@ __device__ __forceinline__ float sums_over_warp(const float (&sums)[ROWS]) {
 
 // This thread's products of x with each row, summed.
 __device__ __forceinline__ void add_products(float (&sums)[ROWS],
-                                             const scalar_t* const (&rows)[ROWS],
-                                             const scalar_t* x, const scalar_t* norm_weight,
-                                             int in_features, float eps, float* of_warp) {
+                                             const scalar_t* const (&rows)[ROWS], const scalar_t* x,
+                                             const scalar_t* norm_weight, int in_features,
+                                             float eps, float* of_warp) {
   const auto packs = [](const scalar_t* row) {
     return reinterpret_cast<const PackBits*>(row) + threadIdx.x;
   };
   const int left = in_features / WIDE - static_cast<int>(threadIdx.x);  // packs, from this one on
-  // All loads are on their way before anything waits. The weights take longest and come first.
+  // All loads are on their way before anything waits: first those that take longest.
   PackBits weights[PACKS][ROWS];
   PackBits norms[PACKS];
   PackBits xs[PACKS];
@@ -120,11 +120,16 @@ __device__ __forceinline__ void add_products(float (&sums)[ROWS],
       const int next_pack = next + p * THREADS;
       const bool there = TILED && next_pack < left;
       RowPack factors = numbers(xs[p]);
-      if (NORM) factors = scaled(factors, scale, numbers(norms[p]));
+      if (NORM) {
+        // Behind the row's end too x is to stay zero, which times an infinite scale it would not.
+        const bool in_row = start + p * THREADS < left;
+        factors = scaled(factors, in_row ? scale : 0.0f, numbers(norms[p]));
+      }
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const RowPack ready = numbers(weights[p][r]);
-        if (TILED) weights[p][r] = there ? load_16_once_in_order(packs(rows[r]) + next_pack) : zeros();
+        if (TILED)
+          weights[p][r] = there ? load_16_once_in_order(packs(rows[r]) + next_pack) : zeros();
 #pragma unroll
         for (int e = 0; e < WIDE; ++e) {
           sums[r] = fmaf(to_float(factors.values[e]), to_float(ready.values[e]), sums[r]);
@@ -140,9 +145,8 @@ __device__ __forceinline__ void add_products(float (&sums)[ROWS],
 // The same bits where rows are not aligned, element by element: slowly.
 __device__ __forceinline__ void add_products_singly(float (&sums)[ROWS],
                                                     const scalar_t* const (&rows)[ROWS],
-                                                    const scalar_t* x,
-                                                    const scalar_t* norm_weight, int in_features,
-                                                    float eps, float* of_warp) {
+                                                    const scalar_t* x, const scalar_t* norm_weight,
+                                                    int in_features, float eps, float* of_warp) {
   float scale = 1.0f;
   if (NORM) {
     float squares = 0.0f;
@@ -167,14 +171,15 @@ __device__ __forceinline__ void add_products_singly(float (&sums)[ROWS],
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-KERNEL_NAME(gemv)(const scalar_t* x,                         // [in_features]
-                  const scalar_t* __restrict__ weight,       // [out_features, in_features]
-                  const scalar_t* __restrict__ bias,         // [out_features], or null
-                  const scalar_t* norm_weight,  // [in_features]; null without NORM
-                  const scalar_t* residual,  // [out_columns], or null; may be where out is
-                  void* out,                 // [out_columns]; out_features, with SILU half of them
-                  int64_t weight_stride, int in_features, int out_columns, float eps,
-                  int out_dtype) {  // 0 fp32, 1 fp16, 2 bf16; DTYPE with SILU or a residual
+    // x, norm_weight: with __restrict__ their loads may be moved behind the barrier.
+    KERNEL_NAME(gemv)(const scalar_t* x,                    // [in_features]
+                      const scalar_t* __restrict__ weight,  // [out_features, in_features]
+                      const scalar_t* __restrict__ bias,    // [out_features], or null
+                      const scalar_t* norm_weight,          // [in_features]; null without NORM
+                      const scalar_t* residual,  // [out_columns], or null; may be where out is
+                      void* out,  // [out_columns]; out_features, with SILU half of them
+                      int64_t weight_stride, int in_features, int out_columns, float eps,
+                      int out_dtype) {  // 0 fp32, 1 fp16, 2 bf16; DTYPE with SILU or a residual
   __shared__ __align__(16) float squares_of_warp[WARPS];
   __shared__ __align__(16) float of_warp[ROWS][WARPS];
   const int first = blockIdx.x * COLUMNS;
