@@ -215,7 +215,8 @@ inline void report_deadlock() {
   for (int w = 0; w * LANES < block.num_threads; ++w) {
     const Warp& warp = block.warps[w];
     if (warp.at_barrier) {
-      used = add_to_error(used, " lanes %08x of warp %d wait in __syncthreads;", warp.at_barrier, w);
+      used =
+          add_to_error(used, " lanes %08x of warp %d wait in __syncthreads;", warp.at_barrier, w);
     }
     if (warp.waiting) {
       const Wait& wait = warp.waits[__builtin_ctz(warp.waiting)];

@@ -81,26 +81,26 @@ T shuffled(const char* what, unsigned mask, T value, int source, int width, bool
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
   const int first = cuda_on_cpu::own_lane() / width * width;
-  return cuda_on_cpu::shuffled("__shfl_sync", mask, value,
-                                     first + (source & (width - 1)), width, true);
+  return cuda_on_cpu::shuffled("__shfl_sync", mask, value, first + (source & (width - 1)), width,
+                               true);
 }
 template <typename T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
   const int lane = cuda_on_cpu::own_lane(), source = lane - static_cast<int>(delta);
   return cuda_on_cpu::shuffled("__shfl_up_sync", mask, value, source, width,
-                                     source >= lane / width * width);
+                               source >= lane / width * width);
 }
 template <typename T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
   const int lane = cuda_on_cpu::own_lane(), source = lane + static_cast<int>(delta);
   return cuda_on_cpu::shuffled("__shfl_down_sync", mask, value, source, width,
-                                     source < lane / width * width + width);
+                               source < lane / width * width + width);
 }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32) {
   const int lane = cuda_on_cpu::own_lane(), source = lane ^ lane_mask;
   return cuda_on_cpu::shuffled("__shfl_xor_sync", mask, value, source, width,
-                                     source < lane / width * width + width);
+                               source < lane / width * width + width);
 }
 
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
@@ -125,9 +125,9 @@ __attribute__((noinline, no_sanitize_thread)) T atomic(T* address, F change) {
 }
 }  // namespace cuda_on_cpu
 
-#define CUDA_ON_CPU_ATOMIC(name, result)                              \
-  template <typename T>                                               \
-  T name(T* address, std::common_type_t<T> value) {                   \
+#define CUDA_ON_CPU_ATOMIC(name, result)                                \
+  template <typename T>                                                 \
+  T name(T* address, std::common_type_t<T> value) {                     \
     return cuda_on_cpu::atomic(address, [=](T old) { return result; }); \
   }
 CUDA_ON_CPU_ATOMIC(atomicAdd, old + value)

@@ -40,7 +40,8 @@ cuda_on_cpu_switch:
 
 // Makes a fiber that begins in `entry`, which never returns. `top`: end of its stack.
 inline void make_fiber(Fiber& fiber, unsigned char* top, size_t, void (*entry)()) {
-  uintptr_t* stack = reinterpret_cast<uintptr_t*>(reinterpret_cast<uintptr_t>(top) & ~uintptr_t{15});
+  uintptr_t* stack =
+      reinterpret_cast<uintptr_t*>(reinterpret_cast<uintptr_t>(top) & ~uintptr_t{15});
   *--stack = 0;  // where a return address would be: the stack is now aligned as after a call
   *--stack = reinterpret_cast<uintptr_t>(entry);
   for (int i = 0; i < 6; ++i) *--stack = 0;

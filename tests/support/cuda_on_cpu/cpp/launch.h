@@ -60,14 +60,14 @@ Launch<P...> launch_of(void (*)(P...));
 
 }  // namespace cuda_on_cpu
 
-#define CUDA_ON_CPU_EXPORT(function)                                                 \
-  using Launched = decltype(cuda_on_cpu::launch_of(function));                       \
-  extern "C" __attribute__((visibility("default"))) const char* kernel_codes() {     \
-    return Launched::codes;                                                          \
-  }                                                                                  \
-  extern "C" __attribute__((visibility("default"))) const char* kernel_run(          \
-      const cuda_on_cpu::Request* request, const unsigned char* packed) {            \
-    Launched::kernel = function;                                                     \
-    Launched::unpack(packed);                                                        \
-    return cuda_on_cpu::run(Launched::invoke, *request);                             \
+#define CUDA_ON_CPU_EXPORT(function)                                             \
+  using Launched = decltype(cuda_on_cpu::launch_of(function));                   \
+  extern "C" __attribute__((visibility("default"))) const char* kernel_codes() { \
+    return Launched::codes;                                                      \
+  }                                                                              \
+  extern "C" __attribute__((visibility("default"))) const char* kernel_run(      \
+      const cuda_on_cpu::Request* request, const unsigned char* packed) {        \
+    Launched::kernel = function;                                                 \
+    Launched::unpack(packed);                                                    \
+    return cuda_on_cpu::run(Launched::invoke, *request);                         \
   }

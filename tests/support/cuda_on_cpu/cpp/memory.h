@@ -108,8 +108,9 @@ inline void check_shared_read(Shadow* shadow, size_t offset, size_t bytes) {
     const int warp = block.current / LANES;
     int reader = block.current;
     if (is_unordered(s.reader, s.read_epoch, s.read_sync)) {
-      const bool one_warp = s.reader != MANY_WARPS &&
-                            (s.reader >= MANY_LANES ? s.reader - MANY_LANES : s.reader / LANES) == warp;
+      const bool one_warp =
+          s.reader != MANY_WARPS &&
+          (s.reader >= MANY_LANES ? s.reader - MANY_LANES : s.reader / LANES) == warp;
       reader = one_warp ? MANY_LANES + warp : MANY_WARPS;
     }
     s.reader = reader;

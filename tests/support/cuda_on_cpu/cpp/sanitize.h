@@ -16,8 +16,8 @@ struct SourceLocation {
   unsigned line, column;
 };
 
-#define FOUND_FAULT(name, words, ...)                                                  \
-  void __ubsan_handle_##name(const SourceLocation* at, ##__VA_ARGS__) {                \
+#define FOUND_FAULT(name, words, ...)                                                             \
+  void __ubsan_handle_##name(const SourceLocation* at, ##__VA_ARGS__) {                           \
     if (cuda_on_cpu::block.is_running) cuda_on_cpu::fail("%s:%u: %s", at->file, at->line, words); \
   }
 

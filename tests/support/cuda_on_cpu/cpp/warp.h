@@ -7,10 +7,13 @@
 namespace cuda_on_cpu {
 
 void sync_warp(uint32_t mask) {
-  meet("__syncwarp", mask, [](void**, uint32_t lanes) {
-    // Only a whole warp's is counted as ordering its memory: the others' order is not kept.
-    if (lanes == own_warp().live) ++own_warp().num_syncs;
-  }, nullptr);
+  meet(
+      "__syncwarp", mask,
+      [](void**, uint32_t lanes) {
+        // Only a whole warp's is counted as ordering its memory: the others' order is not kept.
+        if (lanes == own_warp().live) ++own_warp().num_syncs;
+      },
+      nullptr);
 }
 
 struct Shuffle {
@@ -20,16 +23,19 @@ struct Shuffle {
 
 uint64_t shuffle(const char* what, uint32_t mask, uint64_t value, int source) {
   Shuffle own = {value, 0, source};
-  meet(what, mask, [](void** operands, uint32_t present) {
-    for (uint32_t lanes = present; lanes; lanes &= lanes - 1) {
-      Shuffle& one = *static_cast<Shuffle*>(operands[__builtin_ctz(lanes)]);
-      if (!(present >> one.source & 1)) {
-        fail("shuffle: lane %d reads lane %d, which is not among the lanes %08x that take part",
-             __builtin_ctz(lanes), one.source, present);
-      }
-      one.result = static_cast<Shuffle*>(operands[one.source])->value;
-    }
-  }, &own);
+  meet(
+      what, mask,
+      [](void** operands, uint32_t present) {
+        for (uint32_t lanes = present; lanes; lanes &= lanes - 1) {
+          Shuffle& one = *static_cast<Shuffle*>(operands[__builtin_ctz(lanes)]);
+          if (!(present >> one.source & 1)) {
+            fail("shuffle: lane %d reads lane %d, which is not among the lanes %08x that take part",
+                 __builtin_ctz(lanes), one.source, present);
+          }
+          one.result = static_cast<Shuffle*>(operands[one.source])->value;
+        }
+      },
+      &own);
   return own.result;
 }
 
@@ -40,16 +46,19 @@ struct Vote {
 
 uint32_t ballot(const char* what, uint32_t mask, bool predicate) {
   Vote own = {predicate, 0};
-  meet(what, mask, [](void** operands, uint32_t present) {
-    uint32_t all = 0;
-    for (uint32_t lanes = present; lanes; lanes &= lanes - 1) {
-      const int lane = __builtin_ctz(lanes);
-      if (static_cast<Vote*>(operands[lane])->predicate) all |= 1u << lane;
-    }
-    for (uint32_t lanes = present; lanes; lanes &= lanes - 1) {
-      static_cast<Vote*>(operands[__builtin_ctz(lanes)])->ballot = all;
-    }
-  }, &own);
+  meet(
+      what, mask,
+      [](void** operands, uint32_t present) {
+        uint32_t all = 0;
+        for (uint32_t lanes = present; lanes; lanes &= lanes - 1) {
+          const int lane = __builtin_ctz(lanes);
+          if (static_cast<Vote*>(operands[lane])->predicate) all |= 1u << lane;
+        }
+        for (uint32_t lanes = present; lanes; lanes &= lanes - 1) {
+          static_cast<Vote*>(operands[__builtin_ctz(lanes)])->ballot = all;
+        }
+      },
+      &own);
   return own.ballot;
 }
 
@@ -87,16 +96,19 @@ void load_matrices(uint32_t* r, const void* row, bool transposed) {
 
 uint32_t transpose_matrix(uint32_t r) {
   uint32_t own[2] = {r, 0};
-  meet("movmatrix", ~0u, [](void** operands, uint32_t) {
-    const auto at = [&](int row, int column) {
-      const uint32_t pair = *static_cast<uint32_t*>(operands[row * 4 + column / 2]);
-      return column % 2 ? pair >> 16 : pair & 0xffffu;
-    };
-    for (int lane = 0; lane < LANES; ++lane) {
-      const int g = lane / 4, t = lane % 4 * 2;
-      static_cast<uint32_t*>(operands[lane])[1] = at(t, g) | at(t + 1, g) << 16;
-    }
-  }, own, true);
+  meet(
+      "movmatrix", ~0u,
+      [](void** operands, uint32_t) {
+        const auto at = [&](int row, int column) {
+          const uint32_t pair = *static_cast<uint32_t*>(operands[row * 4 + column / 2]);
+          return column % 2 ? pair >> 16 : pair & 0xffffu;
+        };
+        for (int lane = 0; lane < LANES; ++lane) {
+          const int g = lane / 4, t = lane % 4 * 2;
+          static_cast<uint32_t*>(operands[lane])[1] = at(t, g) | at(t + 1, g) << 16;
+        }
+      },
+      own, true);
   return own[1];
 }
 

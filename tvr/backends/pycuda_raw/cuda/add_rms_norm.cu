@@ -52,14 +52,14 @@ __device__ __forceinline__ void add_norm_row(const scalar_t* __restrict__ x,
   write_normed<ALIGNED>(kept, weights, residual_out, sum, weight, out, hidden, eps, warp_sums);
 }
 
-extern "C" __global__ void __launch_bounds__(1024) KERNEL_NAME(add_rms_norm)(
-    const scalar_t* __restrict__ x,       // [rows, hidden], stride x_stride
-    const scalar_t* residual,             // [rows, hidden], stride residual_stride
-    const scalar_t* __restrict__ weight,  // [hidden]
-    scalar_t* __restrict__ out,           // [rows, hidden], stride out_stride
-    scalar_t* residual_out,               // [rows, hidden], stride residual_out_stride
-    int64_t x_stride, int64_t residual_stride, int64_t out_stride, int64_t residual_out_stride,
-    int hidden, float eps) {
+extern "C" __global__ void __launch_bounds__(1024)
+    KERNEL_NAME(add_rms_norm)(const scalar_t* __restrict__ x,  // [rows, hidden], stride x_stride
+                              const scalar_t* residual,  // [rows, hidden], stride residual_stride
+                              const scalar_t* __restrict__ weight,  // [hidden]
+                              scalar_t* __restrict__ out,  // [rows, hidden], stride out_stride
+                              scalar_t* residual_out,  // [rows, hidden], stride residual_out_stride
+                              int64_t x_stride, int64_t residual_stride, int64_t out_stride,
+                              int64_t residual_out_stride, int hidden, float eps) {
   __shared__ float warp_sums[MAX_WARPS];
   const bool aligned = is_aligned(x, x_stride, hidden) && is_aligned(residual, residual_stride) &&
                        is_aligned(out, out_stride) &&

@@ -78,12 +78,12 @@ __device__ __forceinline__ Key block_max(Key key, Key* warp_keys /* shared [THRE
   return key;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) KERNEL_NAME(argmax)(
-    const scalar_t* __restrict__ logits,  // [rows, vocab], stride row_stride
-    int64_t* __restrict__ out,            // [rows]
-    int64_t* partials,                    // [rows, parts] keys; not used if parts is 1
-    int* counters,                        // [rows] zeros, and zeros again at the end
-    int64_t row_stride, int vocab, int part_size) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    KERNEL_NAME(argmax)(const scalar_t* __restrict__ logits,  // [rows, vocab], stride row_stride
+                        int64_t* __restrict__ out,            // [rows]
+                        int64_t* partials,  // [rows, parts] keys; not used if parts is 1
+                        int* counters,      // [rows] zeros, and zeros again at the end
+                        int64_t row_stride, int vocab, int part_size) {
   __shared__ Key warp_keys[THREADS / WARP];
   __shared__ bool is_last;
   const int row = blockIdx.x;

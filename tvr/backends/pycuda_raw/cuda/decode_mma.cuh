@@ -32,8 +32,8 @@ struct WarpState {
     for (int tile = 0; tile < GROUP_TILES; ++tile) {
       const int head = tile * 8 + lane / 4;
       const bool is_head = head < bundle.num_heads;
-      const T* row = in.q + seq * in.q_seq_stride +
-                            (bundle.first_head + head) * in.q_head_stride + lane % 4 * 2;
+      const T* row = in.q + seq * in.q_seq_stride + (bundle.first_head + head) * in.q_head_stride +
+                     lane % 4 * 2;
 #pragma unroll
       for (int i = 0; i < 2 * K_STEPS; ++i) {
         uint32_t two = 0;

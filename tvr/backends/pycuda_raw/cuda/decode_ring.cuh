@@ -10,10 +10,10 @@
 #include "swizzle.cuh"
 
 constexpr int THREADS = WARPS * WARP;
-constexpr int SLICE = 16;                      // tokens
-constexpr int TILE = WARPS * SLICE;            // tokens
+constexpr int SLICE = 16;            // tokens
+constexpr int TILE = WARPS * SLICE;  // tokens
 constexpr int SLICE_BYTES = SLICE * HEAD_DIM * static_cast<int>(sizeof(scalar_t));
-constexpr int STAGE_BYTES = 2 * SLICE_BYTES;   // K, then V
+constexpr int STAGE_BYTES = 2 * SLICE_BYTES;  // K, then V
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 
 static_assert(STAGES >= 2, "one slice is loaded while another is used");

@@ -37,8 +37,7 @@ __device__ __forceinline__ T load_record(const T* record) {
   T loaded;
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof(T) / 16); ++i) {
-    reinterpret_cast<uint4*>(&loaded)[i] =
-        load_16_once(reinterpret_cast<const uint4*>(record) + i);
+    reinterpret_cast<uint4*>(&loaded)[i] = load_16_once(reinterpret_cast<const uint4*>(record) + i);
   }
   return loaded;
 }

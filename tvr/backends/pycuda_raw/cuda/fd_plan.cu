@@ -106,7 +106,7 @@ __device__ __forceinline__ Pair pair_at(const Plan& plan, int seq, int bundle) {
 // The pair that a unit belongs to.
 __device__ __forceinline__ Pair pair_of(const Plan& plan, int unit) {
   const int within_bundle = unit / plan.num_bundles;  // the same for all bundles of a sequence
-  int low = 0, high = plan.num_seqs;  // starts[low] <= within_bundle < starts[high]
+  int low = 0, high = plan.num_seqs;                  // starts[low] <= within_bundle < starts[high]
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     if (plan.starts[middle] <= within_bundle) {
@@ -216,8 +216,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) KERNEL_NAME(fd_plan)(
     int* counters,      // [2 * num_blocks]; null if splits are fixed
     int num_seqs, int num_bundles, int num_parts, int num_blocks, int tile_tokens, int max_splits,
     int min_split_tiles) {
-  Plan plan = {seq_lens,  starts,      ranks,      num_seqs,        num_bundles,
-               num_parts, tile_tokens, max_splits, min_split_tiles, 0, 0};
+  Plan plan = {seq_lens,   starts,          ranks, num_seqs, num_bundles, num_parts, tile_tokens,
+               max_splits, min_split_tiles, 0,     0};
   Sums done = {0, 0, 0};
   for (int first = 0; first < num_seqs; first += THREADS) {
     const int seq = first + threadIdx.x;

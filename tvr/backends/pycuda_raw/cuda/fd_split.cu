@@ -13,25 +13,34 @@
 #include "decode.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL_NAME(fd_split)(
-    const scalar_t* __restrict__ q,         // [num_seqs, num_heads, HEAD_DIM]
-    const scalar_t* __restrict__ k_cache,   // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
-    const scalar_t* __restrict__ v_cache,   // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
-    const int* __restrict__ block_table,    // [num_seqs, max_blocks]
-    const BlockWork* __restrict__ blocks,   // [gridDim.x]
-    const Segment* __restrict__ segments,   // [list of the plan]
-    const int* __restrict__ empty_seqs,     // [num_seqs]
-    int* counters,                          // [slots]; null: fd_combine merges the partials
-    float* partial_o,                       // [slots, bundle_size, HEAD_DIM]
-    float* partial_scales,                  // [slots, bundle_size, 2]
-    scalar_t* out,                          // [num_seqs, num_heads, HEAD_DIM]
-    float* lse,                             // [num_seqs, num_heads]; may be null
+    const scalar_t* __restrict__ q,        // [num_seqs, num_heads, HEAD_DIM]
+    const scalar_t* __restrict__ k_cache,  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
+    const scalar_t* __restrict__ v_cache,  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
+    const int* __restrict__ block_table,   // [num_seqs, max_blocks]
+    const BlockWork* __restrict__ blocks,  // [gridDim.x]
+    const Segment* __restrict__ segments,  // [list of the plan]
+    const int* __restrict__ empty_seqs,    // [num_seqs]
+    int* counters,                         // [slots]; null: fd_combine merges the partials
+    float* partial_o,                      // [slots, bundle_size, HEAD_DIM]
+    float* partial_scales,                 // [slots, bundle_size, 2]
+    scalar_t* out,                         // [num_seqs, num_heads, HEAD_DIM]
+    float* lse,                            // [num_seqs, num_heads]; may be null
     int64_t q_seq_stride, int64_t q_head_stride, int64_t k_block_stride, int64_t v_block_stride,
     int64_t table_stride, float scale_log2, int num_heads, int group_size, int block_shift,
     int aligned) {
   DYNAMIC_SHARED(memory);
-  const Inputs in = {q,           k_cache,        v_cache,        block_table,
-                     q_seq_stride, q_head_stride, k_block_stride, v_block_stride,
-                     table_stride, scale_log2,    group_size,     block_shift,
+  const Inputs in = {q,
+                     k_cache,
+                     v_cache,
+                     block_table,
+                     q_seq_stride,
+                     q_head_stride,
+                     k_block_stride,
+                     v_block_stride,
+                     table_stride,
+                     scale_log2,
+                     group_size,
+                     block_shift,
                      aligned};
   const int bundle_size = min(HEADS, group_size);
   const Partials partials = {partial_o, reinterpret_cast<Scale*>(partial_scales), counters,

@@ -56,15 +56,15 @@ __device__ __forceinline__ void copy_x(unsigned char* shared, const scalar_t* fr
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP, MIN_BLOCKS)
-KERNEL_NAME(linear)(const scalar_t* __restrict__ x,       // [num_rows, in_features]
-                    const scalar_t* __restrict__ weight,  // [out_features, in_features]
-                    const scalar_t* __restrict__ bias,    // [out_features], or null
-                    void* __restrict__ out,               // [num_rows, out_features], contiguous
-                    int num_rows, int in_features, int out_features, int64_t x_stride,
-                    int64_t weight_stride,
-                    int packed,       // all rows of x and weight are whole packs of 16 bytes
-                    int out_dtype) {  // 0 fp32, 1 fp16, 2 bf16
-  DYNAMIC_SHARED(shared);             // x of each warp, then the sums of each warp
+    KERNEL_NAME(linear)(const scalar_t* __restrict__ x,       // [num_rows, in_features]
+                        const scalar_t* __restrict__ weight,  // [out_features, in_features]
+                        const scalar_t* __restrict__ bias,    // [out_features], or null
+                        void* __restrict__ out,  // [num_rows, out_features], contiguous
+                        int num_rows, int in_features, int out_features, int64_t x_stride,
+                        int64_t weight_stride,
+                        int packed,       // all rows of x and weight are whole packs of 16 bytes
+                        int out_dtype) {  // 0 fp32, 1 fp16, 2 bf16
+  DYNAMIC_SHARED(shared);                 // x of each warp, then the sums of each warp
   const int warp = threadIdx.x / WARP;
   const int lane = threadIdx.x % WARP;
   const int num_warps = blockDim.x / WARP;

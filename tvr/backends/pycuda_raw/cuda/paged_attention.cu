@@ -24,9 +24,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) KERNEL_NAME(paged_at
     int64_t table_stride, float scale_log2, int num_heads, int group_size, int block_shift,
     int aligned) {
   DYNAMIC_SHARED(memory);
-  const Inputs in = {q,           k_cache,        v_cache,        block_table,
-                     q_seq_stride, q_head_stride, k_block_stride, v_block_stride,
-                     table_stride, scale_log2,    group_size,     block_shift,
+  const Inputs in = {q,
+                     k_cache,
+                     v_cache,
+                     block_table,
+                     q_seq_stride,
+                     q_head_stride,
+                     k_block_stride,
+                     v_block_stride,
+                     table_stride,
+                     scale_log2,
+                     group_size,
+                     block_shift,
                      aligned};
   const Outputs outputs = {out, lse, num_heads};
   const int seq = blockIdx.z;

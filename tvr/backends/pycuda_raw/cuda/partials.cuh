@@ -36,9 +36,9 @@ struct States {
 
 // Results of blocks that share a pair with others, in the workspace.
 struct Partials {
-  float* o;         // [slots, bundle_size, HEAD_DIM]
-  Scale* scales;    // [slots, bundle_size]
-  int* counters;    // [slots] blocks that are done, at the pair's first slot; null: not counted
+  float* o;       // [slots, bundle_size, HEAD_DIM]
+  Scale* scales;  // [slots, bundle_size]
+  int* counters;  // [slots] blocks that are done, at the pair's first slot; null: not counted
   int bundle_size;
 };
 
@@ -132,8 +132,7 @@ __device__ __forceinline__ void read_partials(const Partials& partials, const St
         const int slot = SLOT(first_slot, partial);
         const int64_t row = static_cast<int64_t>(slot) * partials.bundle_size + head;
         batch[j].scale = partials.scales[row];
-        batch[j].o =
-            *reinterpret_cast<const Pack<float>*>(partials.o + row * HEAD_DIM + channel);
+        batch[j].o = *reinterpret_cast<const Pack<float>*>(partials.o + row * HEAD_DIM + channel);
       }
       QuadState before = merged;
       merged = QuadState();

@@ -230,7 +230,7 @@ __device__ __forceinline__ void add_values(Rows& rows,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(NUM_WARPS * WARP, BLOCKS_PER_SM) KERNEL_NAME(prefill)(
+extern "C" __global__ void __launch_bounds__(NUM_WARPS* WARP, BLOCKS_PER_SM) KERNEL_NAME(prefill)(
     const scalar_t* __restrict__ q,        // [num_tokens, num_heads, HEAD_DIM], strided
     const scalar_t* __restrict__ k_cache,  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
     const scalar_t* __restrict__ v_cache,  // [num_blocks, num_kv_heads, block_size, HEAD_DIM]
@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * WARP, BLOCKS_PER_SM) KE
     float* __restrict__ lse,               // [num_tokens, num_heads] or null
     int64_t q_token_stride, int64_t q_head_stride, int64_t k_block_stride, int64_t v_block_stride,
     int64_t table_stride, int num_seqs, int num_kv_heads, int group_size, int block_shift,
-    float scale_log2) {                    // scale * log2(e)
+    float scale_log2) {  // scale * log2(e)
   DYNAMIC_SHARED(shared);
   const Steps steps = {block_table, seq_lens,     cu_seqlens_q, table_stride,
                        num_seqs,    num_kv_heads, group_size,   block_shift};

@@ -19,9 +19,9 @@
 constexpr int NUM_THREADS = 128;
 constexpr int TILE_ROWS = 32;
 constexpr int TILE_KEYS = 32;
-constexpr int LANES = 8;         // threads that share two rows
+constexpr int LANES = 8;  // threads that share two rows
 constexpr int THREAD_KEYS = TILE_KEYS / LANES;
-constexpr int CHUNK = 4;         // floats in 16 bytes
+constexpr int CHUNK = 4;  // floats in 16 bytes
 constexpr int CHUNKS = HEAD_DIM / CHUNK;
 constexpr int THREAD_CHUNKS = (CHUNKS + LANES - 1) / LANES;
 constexpr int PADDED = HEAD_DIM + CHUNK;    // the same chunk of 8 rows lies in different banks
@@ -46,8 +46,8 @@ __device__ __forceinline__ void copy_tile(float* __restrict__ tile, const float*
     float value = 0.0f;
     if (key < work.num_keys) {
       const int64_t block = work.blocks[key >> block_shift] * block_stride;
-      const int64_t token = static_cast<int64_t>(work.kv_head) * block_size +
-                            (key & (block_size - 1));
+      const int64_t token =
+          static_cast<int64_t>(work.kv_head) * block_size + (key & (block_size - 1));
       value = cache[block + token * HEAD_DIM + i % HEAD_DIM];
     }
     tile[i / HEAD_DIM * PADDED + i % HEAD_DIM] = value;
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS) KERNEL_NAME(prefill_fp
     float* __restrict__ lse,               // [num_tokens, num_heads] or null
     int64_t q_token_stride, int64_t q_head_stride, int64_t k_block_stride, int64_t v_block_stride,
     int64_t table_stride, int num_seqs, int num_kv_heads, int group_size, int block_shift,
-    float scale_log2) {                    // scale * log2(e)
+    float scale_log2) {  // scale * log2(e)
   DYNAMIC_SHARED(shared);
   float* q_tile = reinterpret_cast<float*>(shared);
   float* kv_tile = q_tile + TILE_ROWS * PADDED;  // keys, then the values of the same tokens

@@ -24,9 +24,9 @@
 // more (`half` 0 and 1) of its warp's 16, and two neighbouring columns of every eight.
 struct Rows {
   float out[HEAD_DIM / 2];
-  float base[2];     // what scores are measured from, times log2(e); -inf: no key yet
-  float sum[2];      // of the weights in this thread's columns
-  int num_keys[2];   // that the row sees
+  float base[2];    // what scores are measured from, times log2(e); -inf: no key yet
+  float sum[2];     // of the weights in this thread's columns
+  int num_keys[2];  // that the row sees
 };
 
 // Starts S = Q K^T for the warpgroup's rows and a tile of keys.
@@ -53,9 +53,9 @@ __device__ __forceinline__ void start_output(float (&out)[HEAD_DIM / 2],
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < TILE_KEYS / 16; ++step) {
-    wgmma_columns<scalar_t>(out, weights[step],
-                            tile_descriptor(v_tile + step * 16 * PANEL_ROW_BYTES,
-                                            TILE_KEYS * PANEL_ROW_BYTES));
+    wgmma_columns<scalar_t>(
+        out, weights[step],
+        tile_descriptor(v_tile + step * 16 * PANEL_ROW_BYTES, TILE_KEYS * PANEL_ROW_BYTES));
   }
   wgmma_commit();
 }
@@ -64,8 +64,7 @@ __device__ __forceinline__ void start_output(float (&out)[HEAD_DIM / 2],
 // them. factor: what sums and output so far must be multiplied by; returns whether any is not 1.
 // Whether a base moves depends on its row alone, so results do not depend on the rows beside it.
 __device__ __forceinline__ bool weigh(float (&scores)[TILE_KEYS / 2], Rows& rows, int first_key,
-                                      int num_keys_of_first, float scale_log2,
-                                      float (&factor)[2]) {
+                                      int num_keys_of_first, float scale_log2, float (&factor)[2]) {
   if (first_key + TILE_KEYS > num_keys_of_first) {  // else every row sees all keys of the tile
     const int column = first_key + threadIdx.x % 4 * 2;
 #pragma unroll
@@ -116,8 +115,8 @@ __device__ __forceinline__ void round_weights(uint32_t (&weights)[TILE_KEYS / 16
 // are added up, and weighed while these may still be under way. The warpgroups take turns to start
 // products, so that while one weighs the tensor cores are busy with another's.
 __device__ __forceinline__ void consume(const unsigned char* q_rows, const unsigned char* stages,
-                                        Barriers& barriers, Rows& rows, int consumer,
-                                        int num_tiles, int num_keys_of_first, float scale_log2) {
+                                        Barriers& barriers, Rows& rows, int consumer, int num_tiles,
+                                        int num_keys_of_first, float scale_log2) {
   float scores[TILE_KEYS / 2];
   uint32_t weights[TILE_KEYS / 16][4];
   float factor[2];
@@ -148,8 +147,7 @@ __device__ __forceinline__ void consume(const unsigned char* q_rows, const unsig
     }
     wgmma_wait<1>(scores);
     if (speaks) barrier_arrive(&barriers.k_empty[stage]);
-    const bool moved =
-        weigh(scores, rows, tile * TILE_KEYS, num_keys_of_first, scale_log2, factor);
+    const bool moved = weigh(scores, rows, tile * TILE_KEYS, num_keys_of_first, scale_log2, factor);
     wgmma_wait<0>(rows.out);
     if (speaks) barrier_arrive(&barriers.v_empty[stage_before]);
     if (moved) {
@@ -175,8 +173,8 @@ __device__ __forceinline__ void write_rows(unsigned char* q_tile, const Rows& ro
   // Where a row of the tile is in out and lse, in heads.
   auto place = [&](int row) {
     const int in_sequence = work.first_row + row;
-    return (work.first_token + in_sequence / group_size) * num_heads +
-           work.kv_head * group_size + in_sequence % group_size;
+    return (work.first_token + in_sequence / group_size) * num_heads + work.kv_head * group_size +
+           in_sequence % group_size;
   };
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -216,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) KERNEL_NAME(prefill
     float* __restrict__ lse,               // [num_tokens, num_heads] or null
     int64_t q_token_stride, int64_t q_head_stride, int64_t k_block_stride, int64_t v_block_stride,
     int64_t table_stride, int num_seqs, int num_kv_heads, int group_size, int block_shift,
-    float scale_log2) {                    // scale * log2(e)
+    float scale_log2) {  // scale * log2(e)
   DYNAMIC_SHARED(shared);
   __shared__ Barriers barriers;
   __shared__ Work work;
@@ -265,8 +263,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1) KERNEL_NAME(prefill
       rows.num_keys[half] = work.first_position + row / group_size + 1;
     }
     if (num_tiles > 0) {
-      consume(q_tile + 64 * consumer * PANEL_ROW_BYTES, stages, barriers, rows, consumer,
-              num_tiles, work.num_keys_of_first, scale_log2);
+      consume(q_tile + 64 * consumer * PANEL_ROW_BYTES, stages, barriers, rows, consumer, num_tiles,
+              work.num_keys_of_first, scale_log2);
     }
     // Other warps may still be reading these queries.
     named_barrier_sync(OWN_BARRIER + consumer, WARPGROUP);

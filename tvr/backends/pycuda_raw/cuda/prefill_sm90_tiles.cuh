@@ -27,8 +27,8 @@ constexpr int Q_BYTES = TILE_ROWS * HEAD_DIM * 2;
 constexpr int TILE_BYTES = TILE_KEYS * HEAD_DIM * 2;  // of K or V
 constexpr int SLICE = 16;                             // tokens that are sure to lie in one block
 constexpr int SLICES = TILE_KEYS / SLICE;
-constexpr int PASS_ROWS = WARPGROUP / CHUNKS;         // rows that a warpgroup copies at once
-constexpr int OWN_BARRIER = 1;                        // of each multiplying warpgroup
+constexpr int PASS_ROWS = WARPGROUP / CHUNKS;              // rows that a warpgroup copies at once
+constexpr int OWN_BARRIER = 1;                             // of each multiplying warpgroup
 constexpr int TURN_BARRIER = OWN_BARRIER + NUM_CONSUMERS;  // says that it is that one's turn
 
 static_assert(sizeof(scalar_t) == 2, "tensor cores take 16-bit numbers");
@@ -95,8 +95,8 @@ __device__ __forceinline__ void produce(unsigned char* stages, Barriers& barrier
     const int first_key = tile * TILE_KEYS;
     unsigned char* k_tile = stages + stage * 2 * TILE_BYTES;
     barrier_wait(&barriers.k_empty[stage], parity);
-    copy_tile(k_tile, k_cache, k_block_stride, block_id, first_key, num_keys - first_key,
-              kv_head, block_shift);
+    copy_tile(k_tile, k_cache, k_block_stride, block_id, first_key, num_keys - first_key, kv_head,
+              block_shift);
     barrier_arrive_after_copies(&barriers.k_full[stage]);
     barrier_wait(&barriers.v_empty[stage], parity);
     copy_tile(k_tile + TILE_BYTES, v_cache, v_block_stride, block_id, first_key,

@@ -61,8 +61,8 @@ __device__ __forceinline__ void copy_slice(unsigned char* tile, int first_row,
   } else {
 #pragma unroll 1
     for (int c = lane; c < SLICE_CHUNKS; c += WARP) {
-      copy_unaligned_chunk(tile, first_row + c / CHUNKS, c % CHUNKS,
-                           block + (offset + c * CHUNK), c / CHUNKS < num_valid);
+      copy_unaligned_chunk(tile, first_row + c / CHUNKS, c % CHUNKS, block + (offset + c * CHUNK),
+                           c / CHUNKS < num_valid);
     }
   }
 }

@@ -27,10 +27,10 @@ struct Steps {
 
 // A tile of rows of one sequence and one KV head.
 struct Work {
-  const int* blocks;      // the sequence's row of the block table
-  int64_t first_token;    // of the sequence, on the flat token axis
-  int first_row;          // of the tile, counted from the sequence's first new token
-  int num_rows;           // of the tile; 0: nothing to do
+  const int* blocks;    // the sequence's row of the block table
+  int64_t first_token;  // of the sequence, on the flat token axis
+  int first_row;        // of the tile, counted from the sequence's first new token
+  int num_rows;         // of the tile; 0: nothing to do
   int kv_head;
   int first_position;     // of the sequence's token 0: below 0 if it has more tokens than keys
   int num_keys;           // that the last row sees, which are all that the tile needs

@@ -31,14 +31,14 @@ __device__ __forceinline__ void norm_row(const scalar_t* __restrict__ x,
   write_normed<ALIGNED>(kept, weights, x, sum, weight, out, hidden, eps, warp_sums);
 }
 
-extern "C" __global__ void __launch_bounds__(1024) KERNEL_NAME(rms_norm)(
-    const scalar_t* __restrict__ x,       // [rows, hidden], stride x_stride
-    const scalar_t* __restrict__ weight,  // [hidden]
-    scalar_t* __restrict__ out,           // [rows, hidden], stride out_stride
-    int64_t x_stride, int64_t out_stride, int hidden, float eps) {
+extern "C" __global__ void __launch_bounds__(1024)
+    KERNEL_NAME(rms_norm)(const scalar_t* __restrict__ x,       // [rows, hidden], stride x_stride
+                          const scalar_t* __restrict__ weight,  // [hidden]
+                          scalar_t* __restrict__ out,           // [rows, hidden], stride out_stride
+                          int64_t x_stride, int64_t out_stride, int hidden, float eps) {
   __shared__ float warp_sums[MAX_WARPS];
-  const bool aligned = is_aligned(x, x_stride, hidden) && is_aligned(out, out_stride) &&
-                       is_aligned(weight);
+  const bool aligned =
+      is_aligned(x, x_stride, hidden) && is_aligned(out, out_stride) && is_aligned(weight);
   x += blockIdx.x * x_stride;
   out += blockIdx.x * out_stride;
   if (aligned) {

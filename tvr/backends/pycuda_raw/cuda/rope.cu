@@ -51,24 +51,24 @@ __device__ __forceinline__ void rotate_token(const Heads& q, const Heads& k, int
 }
 
 // At most 40 registers, so that 1536 threads of an SM have loads under way.
-extern "C" __global__ void __launch_bounds__(512, 3) KERNEL_NAME(rope)(
-    const scalar_t* q,                        // [tokens, num_heads, HEAD_DIM]
-    const scalar_t* k,                        // [tokens, num_kv_heads, HEAD_DIM]
-    const int64_t* __restrict__ positions,    // [tokens]
-    const float* __restrict__ cos_sin_cache,  // [max_position, rotary_dim]
-    scalar_t* q_out,                          // as q, which it may be
-    scalar_t* k_out,                          // as k, which it may be
-    int64_t q_token_stride, int64_t q_head_stride, int64_t k_token_stride, int64_t k_head_stride,
-    int64_t q_out_token_stride, int64_t q_out_head_stride, int64_t k_out_token_stride,
-    int64_t k_out_head_stride, int64_t cos_sin_stride, int num_heads, int num_kv_heads,
-    int rotary_dim) {
+extern "C" __global__ void __launch_bounds__(512, 3)
+    KERNEL_NAME(rope)(const scalar_t* q,                        // [tokens, num_heads, HEAD_DIM]
+                      const scalar_t* k,                        // [tokens, num_kv_heads, HEAD_DIM]
+                      const int64_t* __restrict__ positions,    // [tokens]
+                      const float* __restrict__ cos_sin_cache,  // [max_position, rotary_dim]
+                      scalar_t* q_out,                          // as q, which it may be
+                      scalar_t* k_out,                          // as k, which it may be
+                      int64_t q_token_stride, int64_t q_head_stride, int64_t k_token_stride,
+                      int64_t k_head_stride, int64_t q_out_token_stride, int64_t q_out_head_stride,
+                      int64_t k_out_token_stride, int64_t k_out_head_stride, int64_t cos_sin_stride,
+                      int num_heads, int num_kv_heads, int rotary_dim) {
   const int64_t token = blockIdx.x;
   const float* angles = cos_sin_cache + positions[token] * cos_sin_stride;
   const int half = rotary_dim / 2;
   const Heads queries = {q + token * q_token_stride, q_out + token * q_out_token_stride,
                          q_head_stride, q_out_head_stride};
-  const Heads keys = {k + token * k_token_stride, k_out + token * k_out_token_stride,
-                      k_head_stride, k_out_head_stride};
+  const Heads keys = {k + token * k_token_stride, k_out + token * k_out_token_stride, k_head_stride,
+                      k_out_head_stride};
   const bool aligned = is_aligned(q, q_token_stride, q_head_stride) &&
                        is_aligned(k, k_token_stride, k_head_stride) &&
                        is_aligned(q_out, q_out_token_stride, q_out_head_stride) &&

@@ -98,8 +98,7 @@ extern "C" __global__ void __launch_bounds__(512) KERNEL_NAME(rope_kv_write)(
                        is_aligned(v, v_token_stride, v_head_stride) &&
                        is_aligned(q_out, q_out_token_stride, q_out_head_stride) &&
                        is_aligned(k_out, k_out_token_stride, k_out_head_stride) &&
-                       is_aligned(k_cache, k_block_stride) &&
-                       is_aligned(v_cache, v_block_stride) &&
+                       is_aligned(k_cache, k_block_stride) && is_aligned(v_cache, v_block_stride) &&
                        angles_are_aligned(cos_sin_cache, cos_sin_stride, half);
   if (aligned) {
     write_token<WIDE>(queries, keys, values, num_heads, num_kv_heads, slot_head_stride, angles,

@@ -27,6 +27,5 @@ constexpr int WIDE = Pack<scalar_t>::SIZE;
 // branching on it costs next to nothing. Strides are in elements.
 template <typename T, typename... Strides>
 __device__ __forceinline__ bool is_aligned(const T* base, Strides... strides) {
-  return reinterpret_cast<uintptr_t>(base) % 16 == 0 &&
-         ((strides % Pack<T>::SIZE == 0) && ...);
+  return reinterpret_cast<uintptr_t>(base) % 16 == 0 && ((strides % Pack<T>::SIZE == 0) && ...);
 }

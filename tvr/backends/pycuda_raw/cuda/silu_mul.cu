@@ -23,10 +23,10 @@ __device__ __forceinline__ void silu_mul_run(const scalar_t* __restrict__ gate,
   store_run<WIDTH>(out + column, results);
 }
 
-extern "C" __global__ void __launch_bounds__(256) KERNEL_NAME(silu_mul)(
-    const scalar_t* __restrict__ x,  // [tokens, 2 * width], stride x_stride
-    scalar_t* __restrict__ out,      // [tokens, width], stride out_stride
-    int64_t x_stride, int64_t out_stride, int width) {
+extern "C" __global__ void __launch_bounds__(256)
+    KERNEL_NAME(silu_mul)(const scalar_t* __restrict__ x,  // [tokens, 2 * width], stride x_stride
+                          scalar_t* __restrict__ out,      // [tokens, width], stride out_stride
+                          int64_t x_stride, int64_t out_stride, int width) {
   const bool aligned = is_aligned(x, x_stride, width) && is_aligned(out, out_stride);
   const scalar_t* gate = x + blockIdx.x * x_stride;
   const scalar_t* up = gate + width;

@@ -62,7 +62,7 @@ template <typename T, int N>
 __device__ __forceinline__ void wgmma_columns(float (&d)[N], const uint32_t (&a)[4], uint64_t b);
 
 // The text of the instruction and its operands differ only in how many registers d takes.
-#define FLOATS_8_(d, i)                                                                     \
+#define FLOATS_8_(d, i)                                                                       \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
 #define FLOATS_32_(d, i) \
@@ -70,43 +70,44 @@ __device__ __forceinline__ void wgmma_columns(float (&d)[N], const uint32_t (&a)
 #define FLOATS_32 FLOATS_32_(d, 0)
 #define FLOATS_64 FLOATS_32, FLOATS_32_(d, 32)
 #define FLOATS_128 FLOATS_64, FLOATS_32_(d, 64), FLOATS_32_(d, 96)
-#define NAMES_32                                                                                \
+#define NAMES_32                                                                               \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
   "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define NAMES_64                                                                              \
-  NAMES_32                                                                                    \
+#define NAMES_64                                                                            \
+  NAMES_32                                                                                  \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
   "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define NAMES_128                                                                             \
-  NAMES_64                                                                                    \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, " \
-  "%81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, "   \
+#define NAMES_128                                                                            \
+  NAMES_64                                                                                   \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, "  \
+  "%81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, "    \
   "%98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
   "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // After a and b: whether to add to d, then factors of a and b (1), then which of the operands in
 // shared memory have k down the columns.
-#define WGMMA(T, PTX_T, N, COLUMNS, ROWS_OPERANDS, ADD, COLUMNS_OPERANDS)                          \
-  template <>                                                                                      \
-  __device__ __forceinline__ void wgmma_rows<T, N>(float (&d)[N], uint64_t a, uint64_t b,          \
-                                                   bool add) {                                     \
-    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD ", 0;\n"                              \
-                 "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." PTX_T "." PTX_T            \
-                 " {" NAMES_##N "}, " ROWS_OPERANDS ", add, 1, 1, 0, 0;\n}\n"                      \
-                 : FLOATS_##N                                                                      \
-                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                    \
-  }                                                                                                \
-  template <>                                                                                      \
-  __device__ __forceinline__ void wgmma_columns<T, N>(float (&d)[N], const uint32_t (&a)[4],       \
-                                                      uint64_t b) {                                \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." PTX_T "." PTX_T            \
-                 " {" NAMES_##N "}, " COLUMNS_OPERANDS ", 1, 1, 1, 1;\n"                           \
-                 : FLOATS_##N                                                                      \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                            \
+#define WGMMA(T, PTX_T, N, COLUMNS, ROWS_OPERANDS, ADD, COLUMNS_OPERANDS)                    \
+  template <>                                                                                \
+  __device__ __forceinline__ void wgmma_rows<T, N>(float (&d)[N], uint64_t a, uint64_t b,    \
+                                                   bool add) {                               \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " ADD                                 \
+                 ", 0;\n"                                                                    \
+                 "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." PTX_T "." PTX_T      \
+                 " {" NAMES_##N "}, " ROWS_OPERANDS ", add, 1, 1, 0, 0;\n}\n"                \
+                 : FLOATS_##N                                                                \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));                              \
+  }                                                                                          \
+  template <>                                                                                \
+  __device__ __forceinline__ void wgmma_columns<T, N>(float (&d)[N], const uint32_t (&a)[4], \
+                                                      uint64_t b) {                          \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" COLUMNS "k16.f32." PTX_T "." PTX_T      \
+                 " {" NAMES_##N "}, " COLUMNS_OPERANDS ", 1, 1, 1, 1;\n"                     \
+                 : FLOATS_##N                                                                \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                      \
   }
-#define WGMMA_OF(T, PTX_T)                                                                \
-  WGMMA(T, PTX_T, 32, "64", "%32, %33", "%34", "{%32, %33, %34, %35}, %36")               \
-  WGMMA(T, PTX_T, 64, "128", "%64, %65", "%66", "{%64, %65, %66, %67}, %68")              \
+#define WGMMA_OF(T, PTX_T)                                                   \
+  WGMMA(T, PTX_T, 32, "64", "%32, %33", "%34", "{%32, %33, %34, %35}, %36")  \
+  WGMMA(T, PTX_T, 64, "128", "%64, %65", "%66", "{%64, %65, %66, %67}, %68") \
   WGMMA(T, PTX_T, 128, "256", "%128, %129", "%130", "{%128, %129, %130, %131}, %132")
 WGMMA_OF(__half, "f16")
 WGMMA_OF(__nv_bfloat16, "bf16")
@@ -136,9 +137,9 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
 
 // This thread arrives when all its cp.asyncs so far have written.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(
-                   shared_address(barrier))
-               : "memory");
+  asm volatile(
+      "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(shared_address(barrier))
+      : "memory");
 }
 
 __device__ __forceinline__ bool barrier_try_wait(uint64_t* barrier, int parity) {
