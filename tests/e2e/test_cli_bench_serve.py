@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -265,6 +269,48 @@ def test_an_answer_that_is_no_stream_is_told_as_such():
     with running(server):
         line = refused_here("bench", "serve", "--base-url", server.url, *SIZES)
     assert line.endswith("the stream ended without a token, and is application/json")
+
+
+def interrupted(server, file, *, when):
+    """Run the benchmark, two requests at a time, and interrupt it when `when()` holds."""
+    with running(server):
+        process = subprocess.Popen(
+            [
+                *[sys.executable, "-m", "tvr", "bench", "serve", "--base-url", server.url],
+                *[*SIZES, "--max-concurrency", "2", "--json", str(file)],
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        end = time.monotonic() + 60
+        while not when() and time.monotonic() < end:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    return stdout
+
+
+def test_an_interrupt_loses_no_answer(tmp_path):
+    server, file = FakeServer(first_s=0.4, gap_s=0.001), tmp_path / "s.json"
+    # A first request, then two at a time: when the sixth comes, at least three are answered.
+    stdout = interrupted(server, file, when=lambda: len(server.bodies) >= 6)
+    results = json.loads(file.read_text())
+    (row,) = results["rows"]
+    assert results["header"]["interrupted"]
+    assert (row["num_prompts"], row["failed"]) == (6, 0)
+    assert 3 <= row["completed"] < 6
+    assert row["output_lens"] == [8] * row["completed"]
+    left = 6 - row["completed"]
+    assert f"interrupted: {left} of 6 requests were not answered" in stdout
+
+
+def test_an_interrupt_before_an_answer_writes_nothing(tmp_path):
+    server, file = FakeServer(first_s=5.0), tmp_path / "s.json"
+    assert interrupted(server, file, when=lambda: len(server.bodies) == 1) == ""
+    assert not file.exists()
 
 
 def free_port():

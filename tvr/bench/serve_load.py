@@ -7,9 +7,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import cycle
+from dataclasses import dataclass, field
+from itertools import count, cycle
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tvr.bench.serve_client import ask
 
@@ -25,16 +26,27 @@ _WORDS = (
 )
 
 
-class Load(NamedTuple):
-    """What came of a load.
+@dataclass
+class Load:
+    """What came of a load so far.
 
     Attributes:
-        answers: of each prompt, in order.
+        by_number: answers, by the numbers of their prompts.
         seconds: from the first request to the last answer.
     """
 
-    answers: list[Answer]
-    seconds: float
+    by_number: dict[int, Answer] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def answers(self) -> list[Answer]:
+        """In the order of the prompts."""
+        return [answer for _, answer in sorted(self.by_number.items())]
+
+    def add(self, number: int, answer: Answer, seconds: float) -> None:
+        """Add the answer to prompt `number`, which ended at `seconds`."""
+        self.by_number[number] = answer
+        self.seconds = seconds
 
 
 def text_prompts(num_prompts: int, input_len: int, seed: int) -> list[str]:
@@ -67,8 +79,9 @@ async def put_load(
     times: Sequence[float],
     max_concurrency: int | None = None,
     report: Callable[[int], None] = lambda done: None,
-) -> Load:
-    """Ask for all prompts and return what came of them.
+    into: Load,
+) -> None:
+    """Ask for all prompts.
 
     Args:
         clients: ask, in turn.
@@ -78,21 +91,18 @@ async def put_load(
         max_concurrency: most requests under way; the others wait here, and their clock does not
             run. None: no limit.
         report: called with the number of answers so far.
+        into: gets the answers as they end. Whoever interrupts has in it what was answered.
     """
     gate = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
-    num_done = 0
 
-    async def one(client: Client, prompt: Prompt, at: float) -> Answer:
-        nonlocal num_done
+    async def one(number: int, client: Client, prompt: Prompt, at: float) -> None:
         await asyncio.sleep(began + at - time.perf_counter())
         came = time.perf_counter()
         async with gate:
             answer = await ask(client, target, prompt)
         answer.queue_time = answer.start - came
-        num_done += 1
-        report(num_done)
-        return answer
+        into.add(number, answer, time.perf_counter() - began)
+        report(len(into.by_number))
 
     began = time.perf_counter()
-    answers = await asyncio.gather(*map(one, cycle(clients), prompts, times))
-    return Load(answers, time.perf_counter() - began)
+    await asyncio.gather(*map(one, count(), cycle(clients), prompts, times))

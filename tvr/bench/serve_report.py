@@ -26,8 +26,12 @@ _TITLES = {
 _MOST_REASONS = 10
 
 
-def serve_header(command: str, base_url: str) -> dict[str, Any]:
-    """Return the facts of a run: of this side; what the server is made of, it does not say."""
+def serve_header(command: str, base_url: str, *, interrupted: bool) -> dict[str, Any]:
+    """Return the facts of a run: of this side; what the server is made of, it does not say.
+
+    Args:
+        interrupted: not all requests were answered.
+    """
     return {
         "schema": SCHEMA,
         "command": command,
@@ -38,6 +42,7 @@ def serve_header(command: str, base_url: str) -> dict[str, Any]:
             "python": ".".join(map(str, sys.version_info[:3])),
             "httpx2": version("httpx2"),
         },
+        "interrupted": interrupted,
     }
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tvr.cli import options
 from tvr.cli.bench_options import JsonFile, refuse_too_many, whole
 from tvr.cli.bench_run import command_line
-from tvr.cli.exits import EXIT_FAILED
+from tvr.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED
 from tvr.cli.output import check_can_write, remark, text_writer
 from tvr.cli.progress import suite_bar
 from tvr.errors import ConfigError
@@ -107,7 +108,7 @@ def serve(
             "tvr bench serve needs httpx2, which is not installed; pip install 'tvr[bench]'"
         )
     from tvr.bench.report import write_json
-    from tvr.bench.serve_load import arrival_times, text_prompts
+    from tvr.bench.serve_load import Load, arrival_times, text_prompts
     from tvr.bench.serve_metrics import metrics_of, parse_goodput
     from tvr.bench.serve_report import format_serve, serve_header, serve_row
     from tvr.bench.workload import LARGEST_ID, random_prompts
@@ -117,24 +118,31 @@ def serve(
     refuse_too_many(num_prompts, input_len)
     options.allow_sockets(max_concurrency or num_prompts)
     options.allow_interrupts()
-    served = asyncio.run(
-        _serve(
-            base_url.rstrip("/"),
-            endpoint,
-            model,
-            api_key,
-            output_len=output_len,
-            ignore_eos=ignore_eos,
-            first=(
-                random_prompts(1, input_len, vocab, _FIRST_SEED)[0],
-                text_prompts(1, input_len, _FIRST_SEED)[0],
-            ),
-            ids=random_prompts(num_prompts, input_len, vocab, random_seed),
-            texts=text_prompts(num_prompts, input_len, random_seed),
-            times=arrival_times(num_prompts, request_rate, random_seed),
-            max_concurrency=max_concurrency,
-        )
+    served = _Served(load=Load())
+    asked = _serve(
+        served,
+        base_url.rstrip("/"),
+        endpoint,
+        model,
+        api_key,
+        output_len=output_len,
+        ignore_eos=ignore_eos,
+        first=(
+            random_prompts(1, input_len, vocab, _FIRST_SEED)[0],
+            text_prompts(1, input_len, _FIRST_SEED)[0],
+        ),
+        ids=random_prompts(num_prompts, input_len, vocab, random_seed),
+        texts=text_prompts(num_prompts, input_len, random_seed),
+        times=arrival_times(num_prompts, request_rate, random_seed),
+        max_concurrency=max_concurrency,
     )
+    try:
+        asyncio.run(asked)
+    except KeyboardInterrupt:
+        if not served.load.answers:
+            raise
+    num_left = num_prompts - len(served.load.answers)
+    assert served.target is not None, "somebody answered"
     fields = {
         "backend": "openai",
         "endpoint": endpoint,
@@ -150,20 +158,29 @@ def serve(
     }
     row = serve_row(fields, metrics_of(served.load, percentiles, limits), served.load)
     if json_file is not None:
-        write_json(json_file, serve_header(_without_key(command_line(), api_key), base_url), [row])
+        command = _without_key(command_line(), api_key)
+        write_json(json_file, serve_header(command, base_url, interrupted=num_left > 0), [row])
     counted = any(a.usage is None for a in served.load.answers if a.error is None)
     remarks = ["tokens are counted by chunks: the server sends no usage"] if counted else []
+    if num_left:
+        remarks.append(f"interrupted: {num_left} of {num_prompts} requests were not answered")
     text_writer()(format_serve(row, shown, percentiles, remarks))
+    if num_left:
+        return EXIT_INTERRUPTED
     return EXIT_FAILED if row["failed"] else 0
 
 
-class _Served(NamedTuple):
+@dataclass
+class _Served:
+    """What the server has agreed to, and has answered so far."""
+
     load: Load
-    target: Target
-    by_ids: bool
+    target: Target | None = None
+    by_ids: bool = False
 
 
 async def _serve(
+    served: _Served,
     base_url: str,
     endpoint: str,
     model: str | None,
@@ -176,8 +193,8 @@ async def _serve(
     texts: list[str],
     times: list[float],
     max_concurrency: int | None,
-) -> _Served:
-    """Agree with the server, put the load on it, and return what came."""
+) -> None:
+    """Agree with the server and put the load on it; `served` gets what comes."""
     from tvr.bench.serve_client import Target, agree, first_model, open_clients
     from tvr.bench.serve_load import put_load
 
@@ -189,20 +206,20 @@ async def _serve(
             output_len=output_len,
             ignore_eos=ignore_eos,
         )
-        target, by_ids, why = await agree(clients[0], asked, *first)
+        served.target, served.by_ids, why = await agree(clients[0], asked, *first)
         if why is not None:
             remark(f"prompts are text, as the server refuses token ids: {why}")
-        prompts: list[Any] = ids if by_ids else texts
+        prompts: list[Any] = ids if served.by_ids else texts
         with suite_bar(len(prompts)) as report:
-            load = await put_load(
+            await put_load(
                 clients,
-                target,
+                served.target,
                 prompts,
                 times=times,
                 max_concurrency=max_concurrency,
                 report=lambda done: report(done, "requests"),
+                into=served.load,
             )
-    return _Served(load, target, by_ids)
 
 
 def _chosen(text: str) -> list[str]:
