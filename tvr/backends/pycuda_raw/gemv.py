@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tvr.backends.pycuda_raw.launch import Gpu, Kernel, Param, float32, int32, int64, tensor
+from tvr.backends.pycuda_raw.launch import (
+    Gpu,
+    Kernel,
+    Param,
+    float32,
+    int32,
+    int64,
+    refuse_more_rows,
+    tensor,
+)
 from tvr.backends.pycuda_raw.threads import num_packs
 from tvr.backends.pycuda_raw.variants import KernelVariant
 from tvr.contract import DTYPES, BoundOp, FusedLinearSpec, LinearSpec
-from tvr.errors import KernelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,11 +63,7 @@ def bind_fused_linear(spec: FusedLinearSpec, gpu: Gpu) -> BoundOp:
 
         What the spec does not ask for is left out, given or not.
         """
-        if len(x) > 1:
-            raise KernelError(
-                f"fused_linear: x has {len(x)} rows; this kernel takes at most 1: "
-                "bind another backend for more"
-            )
+        refuse_more_rows(spec.op, x, 1)
         launch(x, packed, out, norm_weight if rms_norm else None, residual if add else None, eps)
         return out
 
@@ -72,11 +76,9 @@ def launcher(spec: LinearSpec, gpu: Gpu) -> Callable[..., None]:
     It is called as launch(x, (weight, bias), out, norm_weight, residual, eps), the last three left
     out where there is nothing of the kind; x has one row, or none.
     """
-    out_dtype = spec.out_dtype or spec.dtype
-    norm = silu = False
+    norm, silu, out_columns = False, False, spec.out_features
     if isinstance(spec, FusedLinearSpec):
-        norm, silu = spec.rms_norm, spec.silu_mul
-    out_columns = spec.out_features // 2 if silu else spec.out_features
+        norm, silu, out_columns = spec.rms_norm, spec.silu_mul, spec.out_columns
     num_blocks = -(-out_columns // (_ROWS // 2 if silu else _ROWS))
     packs = num_packs(spec.in_features, spec.dtype)
     constants = {
@@ -95,7 +97,9 @@ def launcher(spec: LinearSpec, gpu: Gpu) -> Callable[..., None]:
         gemv_params(spec),
         block=_THREADS,
     )
-    out_code = DTYPES.index(out_dtype)  # 0 fp32, 1 fp16, 2 bf16, as in the source
+    out_code = DTYPES.index(
+        spec.out_dtype or spec.dtype
+    )  # 0 fp32, 1 fp16, 2 bf16, as in the source
 
     def launch(
         x: Tensor,

@@ -90,6 +90,19 @@ def float32(name: str) -> Param:
     return Param(name, "f")
 
 
+def refuse_more_rows(op: str, x: Tensor, most: int) -> None:
+    """Refuse an x [T, ...] with more rows than a kernel takes.
+
+    Raises:
+        KernelError: T is above `most`.
+    """
+    if len(x) > most:
+        raise KernelError(
+            f"{op}: x has {len(x)} rows; this kernel takes at most {most}: "
+            "bind another backend for more"
+        )
+
+
 class Kernel:
     """A loaded kernel with the types of its parameters.
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tvr.backends.pycuda_raw import gemv
-from tvr.backends.pycuda_raw.launch import Gpu, Kernel, Param, int32, int64, tensor
+from tvr.backends.pycuda_raw.launch import (
+    Gpu,
+    Kernel,
+    Param,
+    int32,
+    int64,
+    refuse_more_rows,
+    tensor,
+)
 from tvr.backends.pycuda_raw.threads import PACK_SIZES
 from tvr.backends.pycuda_raw.variants import KernelVariant
 from tvr.contract import DTYPES, BoundOp, LinearSpec
-from tvr.errors import KernelError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,11 +64,7 @@ def bind_linear(spec: LinearSpec, gpu: Gpu) -> BoundOp:
 
     def run(x: Tensor, packed: tuple[Tensor, Tensor | None], *, out: Tensor) -> Tensor:
         """out = x @ weight.T (+ bias); x [T, in] with T at most 8, out [T, out]."""
-        if len(x) > _MOST_ROWS:
-            raise KernelError(
-                f"linear: x has {len(x)} rows; this kernel takes at most {_MOST_ROWS}: "
-                "bind another backend for more"
-            )
+        refuse_more_rows(spec.op, x, _MOST_ROWS)
         if len(x) == 1 and one_row is not None:
             one_row(x, packed, out)
             return out

@@ -28,6 +28,12 @@ _LOG = logging.getLogger(__name__)
 #: Since then a kernel may start before the one that it depends on has ended.
 PDL_MIN_SM = 90
 
+#: Registers of a multiprocessor, and bytes of a block's shared memory that the driver takes (CUDA
+#: programming guide, compute capabilities from 8.0 on).
+_REGISTERS, _SHARED_BYTES_OF_DRIVER = 65536, 1024
+#: CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT.
+_PREFERRED_SHARED_PERCENT = 9
+
 
 @dataclass(frozen=True)
 class Config:
@@ -135,13 +141,6 @@ class CudaGpu:
             )
 
 
-#: Registers of a multiprocessor, and bytes of a block's shared memory that the driver takes (CUDA
-#: programming guide, compute capabilities from 8.0 on).
-_REGISTERS, _SHARED_BYTES_OF_DRIVER = 65536, 1024
-#: CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT.
-_PREFERRED_SHARED_PERCENT = 9
-
-
 @cache
 def _driver() -> ctypes.CDLL:
     """Return CUDA's driver, which Triton has loaded; Triton does not pass this wish on."""
@@ -245,11 +244,11 @@ class Kernel:
                 )
         try:
             compiled = self._gpu.launch(self._function, grid, args, self._constants, self._options)
-            if self._l1:
-                self._gpu.leave_to_l1(compiled)
         except Exception as error:
             reason = " ".join(str(error).split())
             raise KernelError(
                 f"{self._name}: launch of {' x '.join(map(str, grid))} programs failed: "
                 f"{type(error).__name__}: {reason}"
             ) from error
+        if self._l1:
+            self._gpu.leave_to_l1(compiled)

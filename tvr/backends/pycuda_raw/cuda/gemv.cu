@@ -128,8 +128,9 @@ __device__ __forceinline__ void add_products(float (&sums)[ROWS],
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
         const RowPack ready = numbers(weights[p][r]);
-        if (TILED)
+        if (TILED) {
           weights[p][r] = there ? load_16_once_in_order(packs(rows[r]) + next_pack) : zeros();
+        }
 #pragma unroll
         for (int e = 0; e < WIDE; ++e) {
           sums[r] = fmaf(to_float(factors.values[e]), to_float(ready.values[e]), sums[r]);
