@@ -179,8 +179,8 @@ def test_every_kernel_is_given_caches_and_outputs_that_it_can_use(dtype):
         assert out.alignment == (16 if of is prefill_params else quad)
     for params in (kv_write_params(dtype), rope_kv_write_params(dtype)):
         assert [p.inner for p in params if p.name in ("k_cache", "v_cache")] == [3, 3]
-    one_row = LinearSpec(dtype=dtype, in_features=8, out_features=8, max_rows=1)
-    for params in (linear_params(dtype, dtype), gemv_params(one_row)):
+    product = LinearSpec(dtype=dtype, in_features=8, out_features=8, max_rows=1)
+    for params in (linear_params(product), gemv_params(product)):
         assert [p.inner for p in params if p.name == "out"] == [2]
 
 

@@ -291,6 +291,13 @@ def test_what_a_product_asks_for_may_not_be_left_out(gpu, asked, name):
         _run(spec, gpu)(_random(1, 64), (_random(8, 64), None), out=torch.empty(1, 8))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_bias_may_not_be_left_out_whatever_the_rows(gpu, rows):
+    spec = LinearSpec(dtype="float32", in_features=64, out_features=8, max_rows=8, bias=True)
+    with pytest.raises(KernelError, match="bias is None; it must be a tensor"):
+        _run(spec, gpu)(_random(rows, 64), (_random(8, 64), None), out=torch.empty(rows, 8))
+
+
 def test_fused_linear_refuses_more_rows_than_one(gpu):
     run = _run(FusedLinearSpec(dtype="float32", in_features=64, out_features=8, max_rows=1), gpu)
     with pytest.raises(KernelError, match="x has 2 rows; this kernel takes at most 1"):

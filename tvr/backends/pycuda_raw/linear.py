@@ -30,13 +30,12 @@ _WARP = 32
 _PACK_BYTES = 16
 
 
-def linear_params(dtype: str, out_dtype: str) -> tuple[Param, ...]:
-    """Return the parameters of `linear.cu`."""
+def linear_params(spec: LinearSpec) -> tuple[Param, ...]:
+    """Return the parameters of `linear.cu`: a bias that `spec` asks for may not be left out."""
     return (
-        tensor("x", dtype),
-        tensor("weight", dtype),
-        tensor("bias", dtype, optional=True),
-        tensor("out", out_dtype, inner=2),
+        *(tensor(name, spec.dtype) for name in ("x", "weight")),
+        tensor("bias", spec.dtype, optional=not spec.bias),
+        tensor("out", spec.out_dtype or spec.dtype, inner=2),
         *map(int32, ("num_rows", "in_features", "out_features")),
         *map(int64, ("x_stride", "weight_stride")),
         *map(int32, ("packed", "out_dtype")),
@@ -44,7 +43,6 @@ def linear_params(dtype: str, out_dtype: str) -> tuple[Param, ...]:
 
 
 def bind_linear(spec: LinearSpec, gpu: Gpu) -> BoundOp:
-    out_dtype = spec.out_dtype or spec.dtype
     per_pack = PACK_SIZES[spec.dtype]
     # From the width alone: how many warps share it decides the order of the sums, and a row's bits
     # may not depend on the other rows.
@@ -54,11 +52,13 @@ def bind_linear(spec: LinearSpec, gpu: Gpu) -> BoundOp:
     kernel = Kernel(
         gpu,
         KernelVariant(source="linear", dtype=spec.dtype),
-        linear_params(spec.dtype, out_dtype),
+        linear_params(spec),
         block=_WARP * num_warps,
         shared_bytes=_WARP_BYTES * num_warps,
     )
-    out_code = DTYPES.index(out_dtype)  # 0 fp32, 1 fp16, 2 bf16, as in the source
+    out_code = DTYPES.index(
+        spec.out_dtype or spec.dtype
+    )  # 0 fp32, 1 fp16, 2 bf16, as in the source
     # Another order of sums, which a row that has company would not get.
     one_row = None if spec.batch_invariant else gemv.launcher(spec, gpu)
 
